@@ -1,0 +1,119 @@
+"""PageAllocator: which page ids are free and how many holders the others have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .errors import InvariantError
+from .journal import Journal
+
+
+class PageAllocator:
+    """Free list and ref counts of one cache group's pages, ids 0 to ``capacity`` - 1; O(1) a page.
+
+    Holders are page tables (and prefix-cache entries). Every change is journaled, so that a transaction can be
+    rolled back to the exact state before it, free-list order included.
+    """
+
+    __slots__ = ("_fresh", "_journal", "_recycled", "_ref_counts", "capacity")
+
+    def __init__(self, journal: Journal) -> None:
+        self.capacity = 0
+        self._journal = journal
+        self._ref_counts: list[int] = []
+        # Pages given back, taken last-in first-out: the pool's used part stays dense and in cache.
+        self._recycled: list[int] = []
+        # Ids from here on were never used; they cost no list entry, so a large pool starts at no cost.
+        self._fresh = 0
+
+    @property
+    def free(self) -> int:
+        """Pages without a holder."""
+        return self.capacity - self._fresh + len(self._recycled)
+
+    @property
+    def used(self) -> int:
+        """Pages with at least one holder."""
+        return self._fresh - len(self._recycled)
+
+    def ref_count(self, page: int) -> int:
+        """Holders of ``page``."""
+        return self._ref_counts[page] if page < self._fresh else 0
+
+    def resize(self, capacity: int) -> None:
+        """More page ids; not journaled (a rolled-back transaction may leave a larger pool)."""
+        assert capacity >= self.capacity
+        self.capacity = capacity
+
+    def allocate(self, count: int) -> list[int]:
+        """``count`` pages with one holder each; the caller has made sure that they are free."""
+        assert 0 <= count <= self.free, f"{count} pages asked of {self.free} free"
+        cut = max(0, len(self._recycled) - count)
+        recycled = self._recycled[cut:][::-1]
+        del self._recycled[cut:]
+        fresh = range(self._fresh, self._fresh + count - len(recycled))
+        if fresh:
+            self._fresh = fresh.stop
+            self._ref_counts.extend([0] * (fresh.stop - len(self._ref_counts)))
+        pages = recycled + list(fresh)
+        for page in pages:
+            assert self._ref_counts[page] == 0
+            self._ref_counts[page] = 1
+        self._journal.record(self._undo_allocate, recycled, len(fresh))
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """One more holder for each of ``pages``."""
+        shared = list(pages)
+        for page in shared:
+            assert self._ref_counts[page] > 0, f"page {page} is free and can't be shared"
+            self._ref_counts[page] += 1
+        self._journal.record(self._undo_share, shared)
+
+    def release(self, pages: Sequence[int]) -> int:
+        """One holder fewer for each of ``pages``; returns how many are free now."""
+        freed = []
+        # Backwards, so that the last-in first-out list hands a run of pages out in its old order.
+        for page in reversed(pages):
+            assert self._ref_counts[page] > 0, f"page {page} is freed twice"
+            self._ref_counts[page] -= 1
+            if not self._ref_counts[page]:
+                freed.append(page)
+        self._recycled.extend(freed)
+        self._journal.record(self._undo_release, list(pages), len(freed))
+        return len(freed)
+
+    def check(self, holders: dict[int, int]) -> None:
+        """Raise InvariantError unless ``holders`` (page to number of holders) is exactly what is booked."""
+        if not 0 <= self._fresh <= self.capacity:
+            raise InvariantError(f"{self._fresh} pages handed out of {self.capacity}")
+        free = set(self._recycled)
+        if len(free) != len(self._recycled):
+            raise InvariantError("a page is on the free list twice")
+        for page in range(self._fresh):
+            count = self._ref_counts[page]
+            if (count == 0) != (page in free):
+                raise InvariantError(f"page {page} has {count} holders and is {'' if page in free else 'not '}free")
+            if count != holders.get(page, 0):
+                raise InvariantError(f"page {page} has ref_count {count} but {holders.get(page, 0)} holders")
+        for page in holders:
+            if not 0 <= page < self._fresh:
+                raise InvariantError(f"page {page} is held but was never handed out")
+
+    def _undo_allocate(self, recycled: list[int], fresh: int) -> None:
+        self._fresh -= fresh
+        for page in recycled:
+            self._ref_counts[page] = 0
+        for page in range(self._fresh, self._fresh + fresh):
+            self._ref_counts[page] = 0
+        self._recycled.extend(reversed(recycled))
+
+    def _undo_share(self, pages: list[int]) -> None:
+        for page in pages:
+            self._ref_counts[page] -= 1
+
+    def _undo_release(self, pages: list[int], freed: int) -> None:
+        if freed:
+            del self._recycled[-freed:]
+        for page in pages:
+            self._ref_counts[page] += 1

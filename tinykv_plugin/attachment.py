@@ -1,0 +1,163 @@
+"""attach(): a model's ``make_cache()`` makes paged caches until it is detached."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from mlx_lm.models import cache as mlx_cache
+
+from . import dispatch
+from .config import KVCacheConfig
+from .errors import CacheStateError, ConfigError
+from .manager import PluginManager, default_manager
+from .protocols import AttachContext, CacheSession, LayerPlan
+from .stats import PoolStats
+
+_HOOK = "make_cache"
+_MISSING = object()
+_MAKE_PROMPT_CACHE = mlx_cache.make_prompt_cache.__code__
+
+_lock = threading.RLock()
+_live: weakref.WeakSet[Attachment] = weakref.WeakSet()
+
+
+def attach(
+    model: Any, config: KVCacheConfig | None = None, *, plugins: PluginManager | None = None, **fields: Any
+) -> Attachment:
+    """Give ``model`` (an mlx-lm model) paged caches from now on.
+
+    Settings come from ``config`` or from keyword ``fields``, see :class:`~tinykv_plugin.config.KVCacheConfig`.
+    Sets ``model.make_cache`` and the attention function in the model's module; the result's ``detach()`` (or leaving
+    it as a context manager) restores both. Raises ConfigError or PluginError with nothing changed.
+    """
+    if config is not None and fields:
+        raise ConfigError(next(iter(fields)), "give either a config or fields, not both")
+    if config is None:
+        config = KVCacheConfig(**fields)
+    return Attachment(model, config, plugins or default_manager())
+
+
+class Attachment:
+    """A model under the plugin. Its plan and pools are made at the first ``make_cache()``, after any sharding."""
+
+    def __init__(self, model: Any, config: KVCacheConfig, plugins: PluginManager) -> None:
+        self.model = model
+        self.config = config
+        self._provider = plugins.provider(config.cache)
+        self._context = AttachContext(
+            model=model,
+            config=config,
+            adapter=plugins.adapter(model),
+            backends=plugins.backends(config.attention),
+            gather=plugins.gather(),
+            own_cache=self._own_cache,
+            emit=plugins.emit,
+        )
+        self._session: CacheSession | None = None
+        self._attached = True
+        self._modules = list(self._context.adapter.attention_modules(model))
+        with _lock:
+            self._make_cache = self.make_cache
+            # Another attachment of this model, or a script, may have set the attribute: it is put back at detach.
+            self._previous = vars(model).get(_HOOK, _MISSING)
+            object.__setattr__(model, _HOOK, self._make_cache)
+            for module in self._modules:
+                dispatch.install(module)
+            _live.add(self)
+
+    @property
+    def attached(self) -> bool:
+        """Whether the model still makes paged caches."""
+        return self._attached
+
+    @property
+    def plan(self) -> Sequence[LayerPlan]:
+        """One line per layer: how its K/V are kept and read, and why."""
+        return self.session.plan
+
+    @property
+    def session(self) -> CacheSession:
+        """The provider's session; made at first use."""
+        with _lock:
+            if self._session is None:
+                if not self._attached:
+                    raise CacheStateError("the model was detached from tinykv before any cache was made")
+                self._session = self._provider.open(self._context)
+            return self._session
+
+    def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
+        """A new request's caches, as the model's own ``make_cache()`` would return, but in pages.
+
+        ``max_kv_size`` limits the tokens attended to in full-attention layers; the default is the setting's.
+        """
+        return self.session.make_cache(max_kv_size or _asked_max_kv_size() or self.config.max_kv_size)
+
+    def stats(self) -> PoolStats:
+        """Pages and bytes right now."""
+        return self.session.stats()
+
+    def check(self) -> None:
+        """Verify every invariant of the bookkeeping; raises InvariantError at the first that fails."""
+        if self._session is not None:
+            self._session.check()
+
+    def detach(self) -> None:
+        """Restore the model and its module; doing it again is harmless. Caches still alive refuse further use."""
+        with _lock:
+            if not self._attached:
+                return
+            self._attached = False
+            if vars(self.model).get(_HOOK) is self._make_cache:
+                if self._previous is _MISSING:
+                    object.__delattr__(self.model, _HOOK)
+                else:
+                    object.__setattr__(self.model, _HOOK, self._previous)
+            else:
+                # Attached again since: that attachment now restores what was there before this one.
+                for other in _live:
+                    if other.model is self.model and other._previous is self._make_cache:
+                        other._previous = self._previous
+            for module in self._modules:
+                dispatch.remove(module)
+            if self._session is not None:
+                self._session.close()
+            _live.discard(self)
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    def _own_cache(self) -> list[Any]:
+        """The caches the model has without the plugin."""
+        own = getattr(type(self.model), _HOOK, None)
+        if own is not None:
+            return list(own(self.model))
+        return [mlx_cache.KVCache() for _ in self.model.layers]
+
+
+def live_attachments() -> list[Attachment]:
+    """The attachments of this process that were not detached."""
+    with _lock:
+        return list(_live)
+
+
+def _asked_max_kv_size() -> int | None:
+    """The ``max_kv_size`` that mlx-lm's make_prompt_cache was called with.
+
+    It calls ``make_cache()`` without it, so that models with a cache of their own ignore it; it is still there in the
+    caller's frame.
+    """
+    frame = sys._getframe(2)
+    if frame.f_code is not _MAKE_PROMPT_CACHE:
+        return None
+    asked = frame.f_locals.get("max_kv_size")
+    return asked if isinstance(asked, int) else None

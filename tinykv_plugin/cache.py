@@ -1,0 +1,142 @@
+"""PagedKVCache: mlx-lm's cache protocol for one layer of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from .errors import CacheStateError
+from .masks import sequence_mask
+from .metadata import PagedKV, PagedMask
+
+if TYPE_CHECKING:
+    from .layer import PagedLayer
+    from .sequence import PagedSequence
+    from .session import PagedSession
+
+
+class NotSerializable:
+    """A leaf of ``state`` that makes mlx-lm's save_prompt_cache refuse instead of writing the whole pool."""
+
+    def __repr__(self) -> str:
+        return "a paged KV cache; save it with tinykv_plugin.save_prompt_cache"
+
+
+_NOT_SERIALIZABLE = NotSerializable()
+
+
+class PagedKVCache:
+    """One layer's view of a PagedSequence; takes the place of mlx-lm's KVCache and RotatingKVCache.
+
+    ``copy.deepcopy`` is a fork that shares every page until one side writes.
+    """
+
+    def __init__(self, session: PagedSession, layer: PagedLayer, row: PagedSequence) -> None:
+        self._session = session
+        self._layer = layer
+        self._row = row
+
+    @property
+    def offset(self) -> int:
+        """Tokens written, those a window has dropped included."""
+        return self._row.offset(self._layer.bit)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens a query looks back on, itself included; None: all."""
+        return self._row.tables[self._layer.group].retention.window
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Append ``(1, kv_heads, tokens, head_dim)``; returns handles for attention (or gathered arrays).
+
+        The first layer of a forward pass reserves the pages for all layers. Raises OutOfPagesError or
+        PoolGrowthError with every layer as before the call, CacheStateError if the layers don't go together.
+        """
+        session, layer, row = self._session, self._layer, self._row
+        batch, _, count, _ = keys.shape
+        if batch != 1:
+            raise CacheStateError(f"a cache of one request was given {batch} rows; merge the requests' caches first")
+        with session.lock:
+            step = row.step
+            if step is None:
+                step = session.begin([row], [count], count)
+            elif step.done & layer.bit:
+                row.heal()
+                raise CacheStateError("the last forward pass broke off; its tokens were taken back: call the model again")
+            elif step.width != count:
+                raise CacheStateError(f"layer {layer.index} writes {count} tokens where others wrote {step.width}")
+            metadata = session.write(layer, step, keys, values)
+        if layer.handles:
+            return PagedKV(layer, metadata, "keys"), PagedKV(layer, metadata, "values")
+        return session.gather.dense(metadata)
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | PagedMask | None:
+        """The mask for the next ``N`` tokens; called by models at the start of a forward pass."""
+        row, bit = self._row, self._layer.bit
+        if row.trims or (row.step is not None and row.step.done & bit):
+            # This layer has written in a pass that others never finished: a new pass begins.
+            with self._session.lock:
+                row.heal()
+        return sequence_mask(N, row.offset(bit), self.window, self._layer.handles, return_array, window_size)
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Copies of the tokens held, ``(1, kv_heads, tokens, head_dim)``; with a window only those it still holds."""
+        return self._session.read(self._layer, self._row)
+
+    def size(self) -> int:
+        """Tokens that can be attended to."""
+        window = self.window
+        return self.offset if window is None else min(self.offset, window)
+
+    def empty(self) -> bool:
+        return self.offset == 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this layer's pages of the request, shared ones included."""
+        return self._session.layer_bytes(self._layer, [self._row])
+
+    @property
+    def state(self) -> list[Any]:
+        """Evaluating it forces every write of this layer; it is no copy of the K/V and can't be saved."""
+        pages = self._layer.pages
+        return [*(pages.state() if pages is not None else []), _NOT_SERIALIZABLE]
+
+    @state.setter
+    def state(self, value: object) -> None:
+        raise CacheStateError("a paged cache can't be set from a state; load it with tinykv_plugin.load_prompt_cache")
+
+    @classmethod
+    def from_state(cls, state: object) -> PagedKVCache:
+        raise CacheStateError("a paged cache needs its model; load it with tinykv_plugin.load_prompt_cache(…, kv=…)")
+
+    def is_trimmable(self) -> bool:
+        """Whether tokens can be taken back; with a window only the last ``rewind`` ones are sure."""
+        table = self._row.tables[self._layer.group]
+        return not table.first_position or table.retention.rewind > 0
+
+    def trim(self, n: int) -> int:
+        """Take back the last ``n`` tokens of this layer; returns how many there were to take.
+
+        Raises CacheStateError for a negative ``n`` and where a window has dropped what would be needed.
+        """
+        if n < 0:
+            raise CacheStateError(f"trim takes the number of tokens to take back, not {n}")
+        with self._session.lock:
+            return self._row.trim(self._layer.bit, n)
+
+    def __deepcopy__(self, memo: object) -> PagedKVCache:
+        with self._session.lock:
+            return PagedKVCache(self._session, self._layer, self._row.fork(self._layer.bit))
+
+    def __repr__(self) -> str:
+        return f"<PagedKVCache layer {self._layer.index}, {self.offset} tokens>"
+
+
+def rows_of(caches: Sequence[PagedKVCache]) -> list[PagedSequence]:
+    """The sequences of one layer's caches of several requests."""
+    return [cache._row for cache in caches]

@@ -1,0 +1,49 @@
+"""The built-in provider "dense": mlx-lm's own caches, to compare with or to fall back on without uninstalling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .hookspecs import hookimpl
+from .protocols import AttachContext, CacheProvider, CacheSession, LayerPlan
+from .stats import PoolStats
+
+
+class DenseSession:
+    """Hands out what the model's own ``make_cache()`` makes."""
+
+    def __init__(self, context: AttachContext) -> None:
+        self._context = context
+
+    @property
+    def plan(self) -> Sequence[LayerPlan]:
+        reason = "cache is set to 'dense'"
+        return [LayerPlan(index, "dense", "dense", "mlx-lm", reason) for index in range(len(self._context.own_cache()))]
+
+    def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
+        return self._context.own_cache()
+
+    def stats(self) -> PoolStats:
+        """All zero: there is no pool."""
+        return PoolStats()
+
+    def check(self) -> None:
+        """Nothing to check."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class DenseProvider:
+    """mlx-lm's own caches."""
+
+    name = "dense"
+
+    def open(self, context: AttachContext) -> CacheSession:
+        return DenseSession(context)
+
+
+@hookimpl
+def tinykv_providers() -> list[CacheProvider]:
+    return [DenseProvider()]

@@ -1,0 +1,98 @@
+"""Every exception the plugin raises on purpose: one small tree, each carrying its numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .units import format_bytes
+
+
+class TinyKVError(Exception):
+    """Base of all errors of this package; the message is one line that says what to change."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors cross process boundaries, where Exception would call __init__ with the message alone.
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+class ConfigError(TinyKVError, ValueError):
+    """A setting has a wrong value. ``field`` is the setting's name."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class PluginError(TinyKVError):
+    """A plugin that was asked for by name is missing, disabled or broken."""
+
+
+class CacheStateError(TinyKVError):
+    """A cache was used in a way its state doesn't allow (rewound too far, detached, mixed owners)."""
+
+
+class HandleTouchedError(TinyKVError, TypeError):
+    """Model code used a K/V handle or a mask other than by handing it to attention.
+
+    ``layer`` is the layer whose handle was touched, ``what`` names the access.
+    """
+
+    def __init__(self, layer: int, what: str) -> None:
+        super().__init__(f"layer {layer}: the model uses {what}, but its keys and values are in pages")
+        self.layer = layer
+        self.what = what
+
+
+class InvariantError(TinyKVError, AssertionError):
+    """``kv.check()`` found bookkeeping that contradicts itself: a bug in the plugin, please report it."""
+
+
+class OutOfPagesError(TinyKVError, MemoryError):
+    """The page budget is exhausted; nothing was changed by the call that raised it.
+
+    ``needed`` pages were asked for, ``free`` of ``total`` were free, a page takes ``page_bytes`` bytes.
+    """
+
+    def __init__(self, needed: int, free: int, total: int, page_bytes: int, page_size: int, setting: str) -> None:
+        would_fit = (total - free + needed) * page_bytes
+        raise_to = f"--kv-max-pages {total - free + needed}" if setting == "max_pages" else f"--kv-memory {would_fit}"
+        super().__init__(
+            f"out of KV pages: {needed} needed, {free} free of {total} ({format_bytes(page_bytes)} each, "
+            f"{page_size} tokens); the limit is {setting}: {raise_to} ({format_bytes(would_fit)}) would fit, "
+            f"or use a smaller max_kv_size"
+        )
+        self.needed = needed
+        self.free = free
+        self.total = total
+        self.page_bytes = page_bytes
+        self.setting = setting
+
+
+class PoolGrowthError(TinyKVError, MemoryError):
+    """The system could not give the memory for more pages, although the budget allows them.
+
+    The pool has its old size again; ``bytes_wanted`` is the size of the array that failed.
+    """
+
+    def __init__(self, pages: int, more: int, bytes_wanted: int, cause: str) -> None:
+        super().__init__(
+            f"the page pool can't grow from {pages} to {more} pages ({format_bytes(bytes_wanted)} more): {cause}; "
+            f"lower --kv-memory or --kv-max-pages so that requests are refused before the system runs out"
+        )
+        self.pages = pages
+        self.more = more
+        self.bytes_wanted = bytes_wanted
+
+
+class BlasError(TinyKVError):
+    """TINYKV_BLAS names a library that is missing or can't serve."""
+
+
+class DemoModelError(TinyKVError):
+    """The demonstration's model can't be made here; the message says what to do instead."""
+
+
+def _restore(kind: type[TinyKVError], args: tuple[Any, ...], fields: dict[str, Any]) -> TinyKVError:
+    error: TinyKVError = Exception.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error

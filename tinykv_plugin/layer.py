@@ -1,0 +1,121 @@
+"""PagedLayer: how one layer's K/V are kept and which backend reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from .errors import HandleTouchedError
+from .metadata import PagedKV, PagedKVMetadata, PagedMask
+from .pages import LayerPages, LayerSpec
+from .protocols import AttentionBackend, AttentionRequest, LayerChoice, LayerPlan, MaskKind
+
+
+class PagedLayer:
+    """One leaf of the model's cache list whose K/V are in pages.
+
+    ``handles``: the model gets PagedKV handles and attention reads pages; otherwise (the model does something else
+    with keys or values) it gets gathered arrays. ``reason`` says why. ``group`` is the index of its cache group.
+    """
+
+    def __init__(
+        self, index: int, choice: LayerChoice, group: int, handles: bool, reason: str, spec: LayerSpec | None
+    ) -> None:
+        self.index = index
+        self.bit = 1 << index
+        self.choice = choice
+        self.group = group
+        self.handles = handles
+        self.reason = reason
+        self.spec = spec
+        self.pages: LayerPages | None = None
+        self.backends: Sequence[AttentionBackend] = ()
+        self._readers: dict[tuple[int, MaskKind, bool, int], AttentionBackend] = {}
+
+    def attend(
+        self,
+        queries: mx.array,
+        metadata: PagedKVMetadata,
+        *,
+        scale: float,
+        mask: mx.array | str | PagedMask | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attention over this layer's pages by the best backend that supports the call."""
+        kind = mask_kind(mask)
+        length = queries.shape[2]
+        key = (length if length <= 8 else 9, kind, sinks is not None, metadata.keep)
+        reader = self._readers.get(key)
+        if reader is None:
+            reader = self._readers[key] = self._choose(queries, metadata, kind, sinks is not None)[0]
+        return reader.attend(queries, metadata, scale=scale, mask=mask, sinks=sinks)
+
+    def choose_reader(self, request: AttentionRequest) -> tuple[AttentionBackend, list[str]]:
+        """The first backend that supports ``request``, and why those before it don't."""
+        refusals = []
+        for backend in self.backends:
+            reasons = backend.supports(request)
+            if not reasons:
+                return backend, refusals
+            refusals.append(f"{backend.name}: {', '.join(reasons)}")
+        raise AssertionError("the last backend supports everything")
+
+    def describe(self, request: AttentionRequest | None) -> LayerPlan:
+        """This layer's line in ``kv.plan``; ``request`` is its decode step as traced."""
+        gather = self.backends[-1].name
+        attention, backend, reason = "gather", gather, self.reason
+        if self.handles and request is not None:
+            reader, refusals = self.choose_reader(request)
+            attention, backend = ("direct" if reader.direct else "gather"), reader.name
+            reason = "; ".join(part for part in (self.reason, *refusals) if part)
+            if not reader.direct and not reason:
+                reason = "no backend that reads pages directly is installed or chosen"
+        return LayerPlan(self.index, self.choice.kind, attention, backend, reason, self.choice.window)
+
+    def _choose(
+        self, queries: mx.array, metadata: PagedKVMetadata, kind: MaskKind, sinks: bool
+    ) -> tuple[AttentionBackend, list[str]]:
+        spec = metadata.pages.spec
+        return self.choose_reader(
+            AttentionRequest(
+                query_heads=queries.shape[1],
+                kv_heads=spec.kv_heads,
+                key_dim=spec.key_dim,
+                value_dim=spec.value_dim,
+                dtype=spec.dtype,
+                page_size=metadata.page_size,
+                query_len=queries.shape[2],
+                mask=kind,
+                window=metadata.window,
+                keep=metadata.keep,
+                sinks=sinks,
+            )
+        )
+
+
+def mask_kind(mask: object) -> MaskKind:
+    """How a backend has to treat ``mask``; a PagedMask is causal within its window."""
+    if mask is None:
+        return "none"
+    if isinstance(mask, str | PagedMask):
+        return "causal"
+    return "array"
+
+
+def attend_handles(
+    queries: mx.array,
+    keys: PagedKV,
+    values: object,
+    cache: object = None,
+    scale: float = 1.0,
+    mask: mx.array | str | PagedMask | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-lm's ``scaled_dot_product_attention`` for handles. ``cache`` is not needed: the handle knows its pages.
+
+    Raises HandleTouchedError if keys and values don't belong together.
+    """
+    if type(values) is not PagedKV or values.metadata is not keys.metadata:
+        raise HandleTouchedError(keys.layer.index, "keys and values of different origin in attention")
+    return keys.layer.attend(queries, keys.metadata, scale=scale, mask=mask, sinks=sinks)  # type: ignore[no-any-return]

@@ -1,0 +1,67 @@
+"""What ``make_mask`` answers, and the array masks of keys that were copied together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from .metadata import PagedMask
+
+
+def prior_tokens(start: int, window: int | None) -> int:
+    """How many earlier tokens stand before a step's own in gathered keys: all, or what the window can reach."""
+    return start if window is None else min(start, window - 1)
+
+
+def sequence_mask(
+    count: int, start: int, window: int | None, handles: bool, return_array: bool, window_size: int | None
+) -> mx.array | str | PagedMask | None:
+    """The mask for ``count`` tokens after ``start`` others, as mlx-lm's caches answer for one sequence.
+
+    ``window`` is the cache's own, ``window_size`` the model's argument. With ``handles`` a PagedMask stands for an
+    array; without, the array's columns are the gathered keys: :func:`prior_tokens` earlier ones and the new ones.
+    """
+    if window is None and window_size is None:
+        if count == 1:
+            return None
+        return causal_array(count, start, None) if return_array else "causal"
+    limit = min(size for size in (window, window_size) if size is not None)
+    prior = prior_tokens(start, window)
+    reaches_all = prior + count <= limit
+    if count == 1:
+        # The cache's own window is exact without a mask.
+        if reaches_all or window_size is None or limit == window:
+            return None
+        return PagedMask(limit) if handles and not return_array else causal_array(1, prior, limit)
+    if return_array:
+        return causal_array(count, prior, limit)
+    if reaches_all:
+        return "causal"
+    return PagedMask(limit) if handles else causal_array(count, prior, limit)
+
+
+def causal_array(count: int, prior: int, window: int | None) -> mx.array:
+    """Boolean ``(count, prior + count)``: query i, at column ``prior + i``, sees the ``window`` columns up to it."""
+    return mx.array(_causal(count, prior, window))
+
+
+def row_masks(
+    width: int, priors: Sequence[int], query_lens: Sequence[int], columns: int, window: int | None, causal: bool
+) -> mx.array:
+    """Boolean ``(rows, 1, width, columns)``: :func:`causal_array` of each row, right-padded to one shape.
+
+    A padding query sees the row's first column, so that its softmax has something to normalise. Without ``causal``
+    every query sees all of its row's columns.
+    """
+    masks = np.zeros((len(priors), 1, width, columns), dtype=bool)
+    masks[..., 0] = True
+    for mask, prior, count in zip(masks, priors, query_lens, strict=True):
+        mask[0, :count, : prior + count] = _causal(count, prior, window) if causal else True
+    return mx.array(masks)
+
+
+def _causal(count: int, prior: int, window: int | None) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+    behind = np.arange(prior, prior + count)[:, None] - np.arange(prior + count)[None]
+    return behind >= 0 if window is None else (behind >= 0) & (behind < window)

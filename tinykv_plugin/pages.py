@@ -1,0 +1,82 @@
+"""LayerPages: the K and V page arrays of one layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Shapes of one layer's K and V: heads, head dims (K and V may differ), dtypes."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: mx.Dtype
+    value_dtype: mx.Dtype
+
+    @classmethod
+    def of(cls, keys: mx.array, values: mx.array) -> LayerSpec:
+        """The spec of ``keys`` and ``values`` as a model passes them, ``(batch, kv_heads, tokens, head_dim)``."""
+        return cls(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, values.dtype)
+
+    def token_bytes(self) -> int:
+        """Bytes of one token's K and V."""
+        return self.kv_heads * (self.key_dim * self.dtype.size + self.value_dim * self.value_dtype.size)
+
+
+class LayerPages:
+    """K and V pages of one layer, HND: ``(num_pages, kv_heads, page_size, head_dim)`` each.
+
+    Nothing but this object may hold the arrays: mlx writes in place only into an array with one holder, and copies
+    the whole pool otherwise. A backend that writes in place by its own primitive sets ``written``, a small array
+    that a later read must depend on, and keeps ``keys`` and ``values``; ``last_read`` is the latest attention output,
+    for a backend that must order a write after a pending read.
+    """
+
+    __slots__ = ("keys", "last_read", "page_size", "spec", "values", "written")
+
+    def __init__(self, spec: LayerSpec, page_size: int) -> None:
+        self.spec = spec
+        self.page_size = page_size
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.written: mx.array | None = None
+        self.last_read: mx.array | None = None
+
+    @property
+    def num_pages(self) -> int:
+        """Pages the arrays have room for."""
+        return 0 if self.keys is None else self.keys.shape[0]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, K and V."""
+        return self.spec.token_bytes() * self.page_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both arrays."""
+        return self.num_pages * self.page_bytes
+
+    def shape(self, num_pages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of the K and V arrays for ``num_pages`` pages."""
+        spec = self.spec
+        return (
+            (num_pages, spec.kv_heads, self.page_size, spec.key_dim),
+            (num_pages, spec.kv_heads, self.page_size, spec.value_dim),
+        )
+
+    def readable(self) -> tuple[mx.array, mx.array]:
+        """K and V pages as mlx operations must read them: after every write so far. Don't hold them over a write."""
+        assert self.keys is not None and self.values is not None
+        if self.written is None:
+            return self.keys, self.values
+        keys, values = mx.depends([self.keys, self.values], self.written)
+        return keys, values
+
+    def state(self) -> list[mx.array]:
+        """Arrays whose evaluation forces every write so far."""
+        return [array for array in (self.keys, self.values, self.written) if array is not None]

@@ -1,0 +1,82 @@
+"""CachePlan: which layers are paged, in which cache groups, and how they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from . import layout
+from .layer import PagedLayer
+from .protocols import AttachContext, AttentionBackend, LayerChoice, LayerPlan
+from .trace import trace
+
+
+class CachePlan:
+    """Made once per attachment, at the first ``make_cache()``.
+
+    ``layers`` are the paged leaves; ``groups`` maps a cache group's name to its window; ``lines`` is what
+    ``kv.plan`` shows, one per entry of the model's cache list; ``writer`` is the backend that owns the pages.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[PagedLayer],
+        groups: dict[str, int | None],
+        lines: Sequence[LayerPlan],
+        writer: AttentionBackend,
+    ) -> None:
+        self.layers = layers
+        self.groups = groups
+        self.lines = lines
+        self.writer = writer
+
+    def arrange(self, own: Sequence[Any], paged: Sequence[Any]) -> list[Any]:
+        """``own`` with its paged leaves replaced by ``paged``, given in the order of ``layers``."""
+        return layout.replace_leaves(
+            own, {layer.index: cache for layer, cache in zip(self.layers, paged, strict=True)}
+        )
+
+
+def make_plan(context: AttachContext) -> CachePlan:
+    """Ask the adapter, trace the model, choose backends."""
+    own = context.own_cache()
+    choices = list(context.adapter.choose(context.model, layout.leaves(own)))
+    traced = trace(context.model, context.own_cache, choices, context.config.page_size)
+    groups: dict[str, int | None] = {}
+    layers: list[PagedLayer] = []
+    lines: dict[int, LayerPlan] = {}
+    for index, choice in enumerate(choices):
+        seen = traced.layers.get(index)
+        if seen is not None and traced.failure:
+            choice = LayerChoice("dense", reason=f"the model can't run on paged caches: {traced.failure}")
+        elif seen is not None and seen.spec is None:
+            choice = LayerChoice("dense", reason="the model never writes this cache")
+        if choice.kind == "dense" or seen is None:
+            lines[index] = LayerPlan(index, "dense", "dense", "mlx-lm", choice.reason)
+            continue
+        name = "full" if choice.window is None else f"window {choice.window}"
+        groups.setdefault(name, choice.window)
+        reason = "; ".join(part for part in (choice.reason, seen.touched) if part)
+        layer = PagedLayer(index, choice, list(groups).index(name), not seen.touched, reason, seen.spec)
+        layer.backends = context.backends
+        layers.append(layer)
+        lines[index] = layer.describe(seen.request)
+    return CachePlan(layers, groups, _by_entry(own, lines), _writer(context, list(lines.values())))
+
+
+def _writer(context: AttachContext, lines: Sequence[LayerPlan]) -> AttentionBackend:
+    """The backend that owns the pages: the first that reads some layer directly, else the last, which can all."""
+    reading = {line.backend for line in lines if line.attention == "direct"}
+    return next((backend for backend in context.backends if backend.name in reading), context.backends[-1])
+
+
+def _by_entry(own: Sequence[Any], lines: dict[int, LayerPlan]) -> list[LayerPlan]:
+    """One line per entry of the model's list; a CacheList shows its paged part and names the others."""
+    result = []
+    for number, parts in enumerate(layout.entries(own)):
+        paged = [lines[part] for part in parts if lines[part].kind != "dense"]
+        line = paged[0] if paged else lines[parts[0]]
+        others = [lines[part] for part in parts if lines[part] is not line]
+        reason = "; ".join(part for part in (line.reason, *(f"also {other.kind}" for other in others)) if part)
+        result.append(LayerPlan(number, line.kind, line.attention, line.backend, reason, line.window))
+    return result

@@ -1,0 +1,202 @@
+"""The interfaces a plugin implements: provider, model adapter, attention backend, and what they exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from .config import KVCacheConfig
+    from .metadata import PagedKVMetadata, PagedMask
+    from .pages import LayerPages
+    from .stats import PoolStats
+
+LayerKind = Literal["full", "window", "chunked", "dense"]
+MaskKind = Literal["none", "causal", "array"]
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """What an adapter wants for one entry of the model's own cache list.
+
+    ``window``: tokens a query may look back on, itself included (None: all). ``reason`` says why it is dense, or
+    anything a user should know; it is shown in ``kv.plan``.
+    """
+
+    kind: LayerKind
+    window: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One line of ``kv.plan``: how one layer's K/V are kept and read.
+
+    ``attention``: "direct" (the backend reads pages), "gather" (pages are copied together first), "dense" (mlx-lm's
+    own cache). ``backend`` is the backend's name, ``reason`` why nothing faster serves.
+    """
+
+    layer: int
+    kind: LayerKind
+    attention: str
+    backend: str
+    reason: str
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class AttentionRequest:
+    """What one attention call needs; a backend answers in :meth:`AttentionBackend.supports`.
+
+    ``query_len`` is the number of query tokens per row (the longest); ``keep`` the number of first tokens that a
+    window doesn't drop (``max_kv_size``).
+    """
+
+    query_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: mx.Dtype
+    page_size: int
+    query_len: int
+    mask: MaskKind
+    window: int | None
+    keep: int
+    sinks: bool
+
+
+@runtime_checkable
+class AttentionBackend(Protocol):
+    """Reads and writes pages. One backend writes all layers of an attachment; each layer may be read by another.
+
+    ``direct`` is False for a backend that copies pages together before it attends. ``priority`` orders the
+    candidates of ``attention="auto"``, highest first.
+    """
+
+    name: str
+    direct: bool
+    priority: int
+
+    def supports(self, request: AttentionRequest) -> list[str]:
+        """Reasons why this backend can't serve ``request`` here; empty if it can."""
+        ...
+
+    def resize(self, pages: LayerPages, num_pages: int) -> None:
+        """Give ``pages`` room for ``num_pages`` pages, evaluated; what is in the first pages stays.
+
+        Modifies ``pages.keys`` and ``pages.values`` (None before the first call). Raises MemoryError or
+        RuntimeError if the memory can't be had, with ``pages`` unchanged.
+        """
+        ...
+
+    def write(self, metadata: PagedKVMetadata, keys: mx.array, values: mx.array) -> None:
+        """Put new tokens, ``(batch, kv_heads, tokens, head_dim)``, into the slots of ``metadata``.
+
+        Modifies ``metadata.pages``. Tokens with slot -1 are skipped.
+        """
+        ...
+
+    def copy_pages(self, pages: LayerPages, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole pages for copy-on-write, in order. Modifies ``pages``."""
+        ...
+
+    def attend(
+        self,
+        queries: mx.array,
+        metadata: PagedKVMetadata,
+        *,
+        scale: float,
+        mask: mx.array | str | PagedMask | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attention of ``queries`` ``(batch, query_heads, tokens, key_dim)`` over each row's pages.
+
+        Returns ``(batch, query_heads, tokens, value_dim)`` in the dtype of ``queries``. Slots at and past a row's
+        ``context_lens`` are never used, whatever they hold.
+        """
+        ...
+
+
+@runtime_checkable
+class GatheringBackend(AttentionBackend, Protocol):
+    """The backend of last resort: supports every request, and copies pages together for models that need arrays."""
+
+    def dense(self, metadata: PagedKVMetadata) -> tuple[mx.array, mx.array]:
+        """K and V ``(batch, kv_heads, columns, head_dim)`` of what the step's queries may see.
+
+        Columns are each row's kept tokens, then its newest ones in order, then zeros up to the longest row.
+        """
+        ...
+
+
+@runtime_checkable
+class ModelAdapter(Protocol):
+    """Knows one family of mlx-lm model classes."""
+
+    name: str
+
+    def matches(self, model: Any) -> bool:
+        """Whether this adapter serves ``model``; the first that says yes is taken, third parties' before ours."""
+        ...
+
+    def attention_modules(self, model: Any) -> Sequence[ModuleType]:
+        """The Python modules whose global ``scaled_dot_product_attention`` this model calls."""
+        ...
+
+    def choose(self, model: Any, own: Sequence[Any]) -> Sequence[LayerChoice]:
+        """One choice for each leaf cache of ``own``, what the model's own ``make_cache()`` returned, flattened."""
+        ...
+
+
+class CacheSession(Protocol):
+    """The caches of one attached model."""
+
+    @property
+    def plan(self) -> Sequence[LayerPlan]: ...
+
+    def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
+        """A new request's caches, one per entry of the model's own list. ``max_kv_size`` as in mlx-lm."""
+        ...
+
+    def stats(self) -> PoolStats: ...
+
+    def check(self) -> None:
+        """Raise :class:`~tinykv_plugin.errors.InvariantError` at the first broken invariant."""
+        ...
+
+    def close(self) -> None:
+        """Called at detach: caches still alive refuse further use with a typed error."""
+        ...
+
+
+@dataclass(frozen=True)
+class AttachContext:
+    """What a provider gets: the model, its settings, and what the plugin manager found for it.
+
+    ``own_cache()`` makes the caches the model would have without the plugin. ``backends`` are in order of
+    preference; the last one, ``gather``, serves everything. ``emit`` sends a notification hook by name, e.g.
+    ``emit("tinykv_pool_grown", event)``.
+    """
+
+    model: Any
+    config: KVCacheConfig
+    adapter: ModelAdapter
+    backends: Sequence[AttentionBackend]
+    gather: GatheringBackend
+    own_cache: Callable[[], list[Any]]
+    emit: Callable[[str, object], None]
+
+
+@runtime_checkable
+class CacheProvider(Protocol):
+    """Makes caches for models; chosen by name with the setting ``cache``."""
+
+    name: str
+
+    def open(self, context: AttachContext) -> CacheSession:
+        """A session for one model; called at the first ``make_cache()``, after any sharding of the model."""
+        ...

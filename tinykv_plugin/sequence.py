@@ -1,0 +1,133 @@
+"""PagedSequence: one request's tokens in pages, shared by the caches of all its layers."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from .errors import CacheStateError
+
+if TYPE_CHECKING:
+    from .session import PagedSession
+    from .step import Step
+    from .table import PageTable
+
+
+class PagedSequence:
+    """The page tables of one request, one per cache group, and how far each layer has come.
+
+    The layers of a sequence grow together: ``tokens`` counts those that every layer has. While a forward pass is under
+    way (``step``), the layers that have written are ``growing`` tokens ahead; ``trims`` notes layers that were trimmed
+    before the others. Either is put right when a new pass begins (:meth:`heal`). ``layers`` is the bit set of layers
+    whose caches use this sequence.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_fork",
+        "_forked_at",
+        "growing",
+        "layers",
+        "session",
+        "step",
+        "tables",
+        "tokens",
+        "trims",
+        "version",
+    )
+
+    def __init__(self, session: PagedSession, tables: list[PageTable], layers: int = 0) -> None:
+        self.session = session
+        self.tables = tables
+        self.layers = layers
+        self.tokens = 0
+        self.growing = 0
+        self.step: Step | None = None
+        self.trims: dict[int, int] = {}
+        self.version = 0
+        self._fork: weakref.ref[PagedSequence] | None = None
+        self._forked_at = -1
+        session.sequences.add(self)
+
+    def __del__(self) -> None:
+        # Runs in any thread at any time, so no lock is taken: the next allocation collects the queue.
+        self.session.abandoned.append((self.tables, self.tokens))
+
+    def offset(self, bit: int) -> int:
+        """Tokens of the layer with ``bit``."""
+        tokens = self.tokens
+        if self.step is not None and self.step.done & bit:
+            tokens += self.growing
+        return tokens - self.trims.get(bit, 0) if self.trims else tokens
+
+    def heal(self) -> None:
+        """Bring all layers to the same length after a pass or a trim that reached only some of them.
+
+        A pass that broke off is taken back; a partial trim is completed. The shortest layer decides, so nothing that
+        some layer lacks is ever read.
+        """
+        if self.step is not None:
+            for row in self.step.live_rows():
+                row.step = None
+                row.growing = 0
+                row.truncate(row.tokens)
+        if self.trims:
+            self.truncate(self.tokens - max(self.trims.values()))
+
+    def truncate(self, tokens: int) -> None:
+        """Forget the tokens from ``tokens`` on, in every layer."""
+        self.version += 1
+        self.trims = {}
+        self.tokens = tokens
+        for group, table in enumerate(self.tables):
+            if -(-tokens // table.page_size) < len(table.pages):
+                self.own(group).truncate(tokens)
+
+    def trim(self, bit: int, count: int) -> int:
+        """Take ``count`` tokens off one layer; when all layers have been asked, the pages go back.
+
+        Returns the tokens taken, fewer if there are fewer. Raises CacheStateError if a window has passed the place.
+        """
+        if self.step is not None:
+            self.heal()
+        trimmed = self.trims.get(bit, 0)
+        count = min(count, self.tokens - trimmed)
+        target = self.tokens - trimmed - count
+        for table in self.tables:
+            if table.retention.first_needed(target) < table.first_position:
+                raise CacheStateError(
+                    f"can't rewind to {target} tokens: a layer with a window of {table.retention.window} tokens has "
+                    f"dropped those before {table.first_position}; raise rewind ({table.retention.rewind}) to keep more"
+                )
+        if count:
+            self.trims[bit] = trimmed + count
+            if len(self.trims) == self.layers.bit_count() and len(set(self.trims.values())) == 1:
+                self.truncate(target)
+        return count
+
+    def own(self, group: int) -> PageTable:
+        """The table of ``group``, made this sequence's own if it is shared with a fork."""
+        table = self.tables[group]
+        owned = table.owned()
+        if owned is not table:
+            self.session.journal.record(self.tables.__setitem__, group, table)
+            self.tables[group] = owned
+        return owned
+
+    def fork(self, bit: int) -> PagedSequence:
+        """A sequence with the same tokens that shares every page; O(1).
+
+        mlx-lm copies, merges and extracts caches layer by layer: layers that ask one after the other, with nothing
+        changed in between, get the same fork.
+        """
+        self.heal()
+        fork = self._fork() if self._fork is not None else None
+        if fork is None or self._forked_at != self.version or fork.version or fork.layers & bit:
+            fork = PagedSequence(self.session, list(self.tables))
+            fork.tokens = self.tokens
+            for table in self.tables:
+                table.holders += 1
+            self._fork = weakref.ref(fork)
+            self._forked_at = self.version
+        fork.layers |= bit
+        return fork

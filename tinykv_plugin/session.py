@@ -1,0 +1,282 @@
+"""PagedSession: the paged caches of one attached model: layers, pools, requests, and the step they share."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from .cache import PagedKVCache
+from .errors import CacheStateError, InvariantError
+from .hookspecs import RequestFreed
+from .journal import Journal
+from .layer import PagedLayer
+from .metadata import PagedKVMetadata
+from .pages import LayerPages, LayerSpec
+from .plan import CachePlan
+from .pool import Budget, PagePool
+from .protocols import AttachContext, AttentionBackend, LayerPlan
+from .sequence import PagedSequence
+from .stats import PoolStats, collect
+from .step import GroupStep, Step
+from .table import PageTable, Retention
+
+
+class PagedSession:
+    """What the paged provider opens. Bookkeeping is guarded by ``lock``; caches call in with it held."""
+
+    def __init__(self, context: AttachContext, plan: CachePlan, budget_bytes: int) -> None:
+        self.lock = threading.RLock()
+        self.journal = Journal()
+        self.budget = Budget(budget_bytes)
+        self.layers = plan.layers
+        self.sequences: weakref.WeakSet[PagedSequence] = weakref.WeakSet()
+        # Tables of requests that are gone, put here by their finalizer; see collect_abandoned().
+        self.abandoned: deque[tuple[list[PageTable], int]] = deque()
+        self.cow_copies = 0
+        self.evictions = 0
+        self.closed = False
+        self.writer: AttentionBackend = plan.writer
+        self.gather = context.gather
+        self._context = context
+        self._plan = plan
+        self._thread = threading.get_ident()
+        config = context.config
+        self.pools = [
+            PagePool(name, config.page_size, plan.writer, self.journal, self.budget, config.max_pages, context.emit)
+            for name in plan.groups
+        ]
+        for layer in self.layers:
+            if layer.spec is not None:
+                layer.pages = LayerPages(layer.spec, config.page_size)
+                self.pools[layer.group].add_layer(layer.index, layer.pages)
+
+    @property
+    def plan(self) -> Sequence[LayerPlan]:
+        return self._plan.lines
+
+    def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
+        """Empty caches of one new request, in the shape of the model's own list; no pages are taken yet."""
+        rewind = self._context.config.rewind
+        retentions = [
+            Retention(max_kv_size, 4, rewind) if window is None and max_kv_size else Retention(window, 0, rewind)
+            for window in self._plan.groups.values()
+        ]
+        with self.lock:
+            tables = [
+                PageTable(pool.allocator, self.journal, pool.page_size, retention)
+                for pool, retention in zip(self.pools, retentions, strict=True)
+            ]
+            row = PagedSequence(self, tables, sum(layer.bit for layer in self.layers))
+        return self._plan.arrange(
+            self._context.own_cache(), [PagedKVCache(self, layer, row) for layer in self.layers]
+        )
+
+    def begin(self, rows: Sequence[PagedSequence], query_lens: Sequence[int], width: int) -> Step:
+        """Start a forward pass: reserve the pages of all rows in all groups, or none.
+
+        Row ``i`` gets ``query_lens[i]`` more tokens. Raises OutOfPagesError or PoolGrowthError with nothing changed.
+        """
+        if self.closed:
+            raise CacheStateError("the model was detached from tinykv; make a new prompt cache for it")
+        self.collect_abandoned()
+        self._enter_thread()
+        for row in rows:
+            row.heal()
+        savepoint = self.journal.savepoint()
+        try:
+            copies = [self._reserve(group, rows, query_lens) for group in range(len(self.pools))]
+        except BaseException:
+            self.journal.rollback(savepoint)
+            raise
+        self.journal.commit(savepoint)
+        for pool, (sources, targets) in zip(self.pools, copies, strict=True):
+            if sources:
+                pool.copy_pages(sources, targets)
+                self.cow_copies += len(sources)
+        context_lens = [row.tokens + count for row, count in zip(rows, query_lens, strict=True)]
+        groups = [
+            GroupStep([row.tables[group] for row in rows], context_lens, query_lens, width)
+            for group in range(len(self.pools))
+        ]
+        step = Step([weakref.ref(row) for row in rows], width, rows[0].layers, groups)
+        for row, count in zip(rows, query_lens, strict=True):
+            row.step = step
+            row.growing = count
+            row.version += 1
+        return step
+
+    def write(self, layer: PagedLayer, step: Step, keys: mx.array, values: mx.array) -> PagedKVMetadata:
+        """Put a layer's new tokens into the pages of ``step``. A step nobody wrote in is taken back on failure."""
+        try:
+            pages = layer.pages
+            if pages is None or not _fits(pages.spec, keys, values):
+                pages = self._lay_out(layer, step, LayerSpec.of(keys, values))
+            metadata = PagedKVMetadata(pages, step.groups[layer.group])
+            self.writer.write(metadata, keys, values)
+        except BaseException:
+            if not step.done:
+                for row in step.live_rows():
+                    row.heal()
+            raise
+        step.finish_layer(layer.bit)
+        return metadata
+
+    def read(self, layer: PagedLayer, row: PagedSequence) -> tuple[mx.array, mx.array]:
+        """Copies of a layer's tokens, ``(1, kv_heads, tokens, head_dim)``; with a window the newest ones."""
+        if layer.pages is None:
+            raise CacheStateError("an empty cache has no keys and values")
+        tokens = row.offset(layer.bit)
+        if not tokens:
+            (_, *key_shape), (_, *value_shape) = layer.pages.shape(1)
+            key_shape[1] = value_shape[1] = 0
+            return mx.zeros((1, *key_shape), layer.pages.spec.dtype), mx.zeros(
+                (1, *value_shape), layer.pages.spec.value_dtype
+            )
+        step = GroupStep([row.tables[layer.group]], [tokens], [1], 1)
+        return self.gather.dense(PagedKVMetadata(layer.pages, step))
+
+    def layer_bytes(self, layer: PagedLayer, rows: Sequence[PagedSequence]) -> int:
+        """Bytes of a layer's pages that ``rows`` hold, each page once."""
+        if layer.pages is None:
+            return 0
+        held = {page for row in rows for page in row.tables[layer.group].live_pages()}
+        return len(held) * layer.pages.page_bytes
+
+    def collect_abandoned(self) -> None:
+        """Free the pages of requests whose caches are gone."""
+        while self.abandoned:
+            tables, tokens = self.abandoned.popleft()
+            freed = sum(table.release() for table in tables)
+            if freed:
+                self._context.emit("tinykv_request_freed", RequestFreed(tokens, freed))
+
+    def stats(self) -> PoolStats:
+        with self.lock:
+            self._settle()
+            return collect(self)
+
+    def check(self) -> None:
+        with self.lock:
+            self._settle()
+            if self.journal.is_open:
+                raise InvariantError("a transaction was left open")
+            holders: list[dict[int, int]] = [{} for _ in self.pools]
+            sharers: dict[int, list[PageTable]] = {}
+            for row in list(self.sequences):
+                for group, table in enumerate(row.tables):
+                    table.check(row.tokens + row.growing, self.pools[group].allocator.capacity)
+                    sharing = sharers.setdefault(id(table), [])
+                    sharing.append(table)
+                    if len(sharing) == 1:
+                        for page in table.live_pages():
+                            holders[group][page] = holders[group].get(page, 0) + 1
+            for sharing in sharers.values():
+                if sharing[0].holders != len(sharing):
+                    raise InvariantError(f"a table has {sharing[0].holders} holders, {len(sharing)} were found")
+            for pool, held in zip(self.pools, holders, strict=True):
+                pool.allocator.check(held)
+                for index, pages in pool.layers.items():
+                    if pages.num_pages != pool.allocator.capacity:
+                        raise InvariantError(f"layer {index} has {pages.num_pages} of {pool.allocator.capacity} pages")
+            reserved = sum(pool.nbytes for pool in self.pools)
+            if reserved != self.budget.reserved or reserved > self.budget.total:
+                raise InvariantError(
+                    f"{reserved} bytes held, {self.budget.reserved} booked, {self.budget.total} allowed"
+                )
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _settle(self) -> None:
+        """Put right what broken-off passes and dropped requests left, so that the books can be read.
+
+        Asked from another thread than the one that runs the model, a pass may just be under way: it is left alone.
+        """
+        self.collect_abandoned()
+        if threading.get_ident() == self._thread:
+            for row in list(self.sequences):
+                row.heal()
+
+    def _reserve(
+        self, group: int, rows: Sequence[PagedSequence], query_lens: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Give every row the pages it needs in one group; returns the pages to copy, from and to."""
+        tables = []
+        sharers: dict[int, int] = {}
+        needed = 0
+        for row, count in zip(rows, query_lens, strict=True):
+            if not count:
+                continue
+            table = row.own(group)
+            table.drop_unreadable(row.tokens)
+            needed += table.pages_to_add(row.tokens + count)
+            tables.append((table, row.tokens, count))
+        for table, tokens, _ in tables:
+            shared = table.tail_shared(tokens)
+            if shared is not None:
+                sharers[shared] = sharers.get(shared, 0) + 1
+        allocator = self.pools[group].allocator
+        # Of the holders of a shared page that write now, the last one may keep it if nobody else holds it.
+        needed += sum(min(writers, allocator.ref_count(page) - 1) for page, writers in sharers.items())
+        fresh = self.pools[group].allocate(needed) if needed else []
+        position = 0
+        sources: list[int] = []
+        targets: list[int] = []
+        for table, tokens, count in tables:
+            if table.tail_shared(tokens) is not None:
+                targets.append(fresh[position])
+                sources.append(table.replace(tokens // table.page_size, fresh[position]))
+                position += 1
+            more = table.pages_to_add(tokens + count)
+            if more:
+                table.append(fresh[position : position + more])
+                position += more
+        assert position == len(fresh)
+        return sources, targets
+
+    def _lay_out(self, layer: PagedLayer, step: Step, spec: LayerSpec) -> LayerPages:
+        """Pages for a layer that writes for the first time, or other shapes than the trace saw (a model changed)."""
+        pool = self.pools[layer.group]
+        if layer.pages is not None:
+            if any(row.tokens for row in self.sequences) or self.abandoned:
+                raise CacheStateError(
+                    f"layer {layer.index} writes {spec}, its pages hold {layer.pages.spec}; after changing a model's "
+                    f"dtype or shapes drop its prompt caches, or detach and attach again"
+                )
+            self.budget.reserve(-layer.pages.nbytes)
+            del pool.layers[layer.index]
+        layer.spec = spec
+        layer.pages = None
+        pages = LayerPages(spec, pool.page_size)
+        pool.add_layer(layer.index, pages)
+        layer.pages = pages
+        return pages
+
+    def _enter_thread(self) -> None:
+        """Arrays that another thread left unevaluated can't be used here: finish them, or say whose they are."""
+        thread = threading.get_ident()
+        if thread == self._thread:
+            return
+        try:
+            mx.eval([pages.state() for pool in self.pools for pages in pool.layers.values()])
+        except RuntimeError as error:
+            raise CacheStateError(
+                f"another thread is in the middle of a step of this model ({error}); "
+                f"let it finish (mx.eval its output) before this thread uses the model"
+            ) from None
+        self._thread = thread
+
+
+def _fits(spec: LayerSpec, keys: mx.array, values: mx.array) -> bool:
+    return (
+        keys.shape[1] == spec.kv_heads
+        and keys.shape[3] == spec.key_dim
+        and values.shape[3] == spec.value_dim
+        and keys.dtype == spec.dtype
+        and values.dtype == spec.value_dtype
+    )

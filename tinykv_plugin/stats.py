@@ -1,0 +1,87 @@
+"""PoolStats: what ``kv.stats()`` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .session import PagedSession
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """Pages and bytes of one attachment at one moment. Pages are counted per cache group, over all its layers at once.
+
+    ``pages_total`` is what the budget allows, ``pages_used`` what requests hold, ``pages_cached`` what only the prefix
+    cache holds, ``pages_free`` the rest; ``pages_shared`` are held by more than one request. ``bytes_reserved`` is the
+    size of the arrays, ``bytes_used`` the part of it in used pages. ``tokens`` counts each request's tokens,
+    ``slots_filled`` the page slots that hold one (shared ones once). The rest are counts since attach:
+    ``growths`` of pools, ``cow_copies`` of pages on write, ``evictions`` of cached pages.
+    """
+
+    pages_total: int = 0
+    pages_used: int = 0
+    pages_free: int = 0
+    pages_shared: int = 0
+    pages_cached: int = 0
+    bytes_total: int = 0
+    bytes_reserved: int = 0
+    bytes_used: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    slots_used: int = 0
+    slots_filled: int = 0
+    peak_pages_used: int = 0
+    peak_bytes_reserved: int = 0
+    growths: int = 0
+    cow_copies: int = 0
+    evictions: int = 0
+
+    @property
+    def waste(self) -> float:
+        """Share of the used pages' slots that hold no token, 0 to 1."""
+        return 1 - self.slots_filled / self.slots_used if self.slots_used else 0.0
+
+
+def collect(session: PagedSession) -> PoolStats:
+    """Count the pages of ``session``, whose lock is held."""
+    rows = [row for row in session.sequences if row.tokens or row.growing]
+    shared = slots_used = slots_filled = bytes_used = 0
+    for group, pool in enumerate(session.pools):
+        fill: dict[int, int] = {}
+        holders: dict[int, int] = {}
+        for row in rows:
+            table = row.tables[group]
+            tokens = row.tokens + row.growing
+            for logical, page in enumerate(table.pages):
+                if page >= 0:
+                    filled = min(pool.page_size, tokens - logical * pool.page_size)
+                    fill[page] = max(fill.get(page, 0), filled)
+                    holders[page] = holders.get(page, 0) + 1
+        shared += sum(count > 1 for count in holders.values())
+        slots_used += pool.allocator.used * pool.page_size
+        slots_filled += sum(fill.values())
+        bytes_used += pool.allocator.used * pool.page_bytes
+    used = sum(pool.allocator.used for pool in session.pools)
+    # What is left of the budget is given to the pools as they need it: with several, count it in the largest pages.
+    growable = min((pool.limit - pool.allocator.capacity for pool in session.pools), default=0)
+    total = sum(pool.allocator.capacity for pool in session.pools) + growable
+    return PoolStats(
+        pages_total=total,
+        pages_used=used,
+        pages_free=total - used,
+        pages_shared=shared,
+        bytes_total=session.budget.total,
+        bytes_reserved=session.budget.reserved,
+        bytes_used=bytes_used,
+        sequences=len(rows),
+        tokens=sum(row.tokens for row in rows),
+        slots_used=slots_used,
+        slots_filled=slots_filled,
+        peak_pages_used=sum(pool.peak_used for pool in session.pools),
+        peak_bytes_reserved=session.budget.peak,
+        growths=sum(pool.growths for pool in session.pools),
+        cow_copies=session.cow_copies,
+        evictions=session.evictions,
+    )

@@ -1,0 +1,161 @@
+"""PageTable: the pages of one sequence in one cache group, and the rules for extending, sharing and dropping them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .allocator import PageAllocator
+from .errors import InvariantError
+from .journal import Journal
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which tokens of a sequence can still be read.
+
+    ``window``: a query looks back on that many tokens, itself included (None: on all). ``keep``: the first tokens
+    stay whatever the window says. ``rewind``: tokens kept behind the window, so that a trim finds them.
+    """
+
+    window: int | None = None
+    keep: int = 0
+    rewind: int = 0
+
+    def first_needed(self, tokens: int) -> int:
+        """The oldest position (after the kept ones) that the token at position ``tokens`` can read."""
+        return 0 if self.window is None else max(0, tokens - self.window + 1)
+
+
+class PageTable:
+    """Logical page to page_id; -1 where a window has passed. Shared by forked sequences until one of them writes.
+
+    ``holders`` counts the sequences that share this table; the pages have one holder, the table. Whoever wants to
+    change it takes :meth:`owned` first. All changes are journaled.
+    """
+
+    __slots__ = ("_allocator", "_journal", "arrays", "dropped", "holders", "page_size", "pages", "retention")
+
+    def __init__(self, allocator: PageAllocator, journal: Journal, page_size: int, retention: Retention) -> None:
+        self._allocator = allocator
+        self._journal = journal
+        self.page_size = page_size
+        self.retention = retention
+        self.pages: list[int] = []
+        self.holders = 1
+        # Logical pages before this one are dropped, but for those that hold kept tokens.
+        self.dropped = 0
+        # Device copies made by readers of the table; emptied at every change.
+        self.arrays: dict[str, object] = {}
+
+    @property
+    def first_position(self) -> int:
+        """The oldest position still held after the kept tokens; 0 if nothing was dropped."""
+        return self.dropped * self.page_size if self.dropped > self._kept_pages() else 0
+
+    def live_pages(self) -> list[int]:
+        """The page ids this table holds."""
+        return [page for page in self.pages if page >= 0] if self.dropped else self.pages
+
+    def owned(self) -> PageTable:
+        """This table if one sequence holds it, else a copy for the caller, who gives up its share of this one."""
+        if self.holders == 1:
+            return self
+        copy = PageTable(self._allocator, self._journal, self.page_size, self.retention)
+        copy.pages = list(self.pages)
+        copy.dropped = self.dropped
+        self._allocator.share(self.live_pages())
+        self.holders -= 1
+        self._journal.record(self._undo_unshare)
+        return copy
+
+    def release(self) -> int:
+        """One holder fewer; the last one's pages are freed. Returns how many pages are free now."""
+        assert self.holders > 0
+        self.holders -= 1
+        return self._allocator.release(self.live_pages()) if not self.holders else 0
+
+    def drop_unreadable(self, tokens: int) -> None:
+        """Free the pages that no token from position ``tokens`` on can read, nor a rewind within the margin."""
+        retention = self.retention
+        if retention.window is None:
+            return
+        last = max(0, retention.first_needed(tokens) - retention.rewind) // self.page_size
+        first = max(self.dropped, self._kept_pages())
+        if last <= first:
+            return
+        self._changed(self._undo_drop, first, self.pages[first:last], self.dropped)
+        self._allocator.release(self.pages[first:last])
+        self.pages[first:last] = [-1] * (last - first)
+        self.dropped = last
+
+    def pages_to_add(self, tokens: int) -> int:
+        """New pages needed to hold ``tokens`` tokens."""
+        return max(0, -(-tokens // self.page_size) - len(self.pages))
+
+    def append(self, pages: list[int]) -> None:
+        """Add pages that the caller has allocated."""
+        self._changed(self._undo_append, len(self.pages))
+        self.pages.extend(pages)
+
+    def tail_shared(self, tokens: int) -> int | None:
+        """The page that the token at position ``tokens`` is written to, if it exists and has other holders too."""
+        logical = tokens // self.page_size
+        if logical < len(self.pages) and self._allocator.ref_count(self.pages[logical]) > 1:
+            return self.pages[logical]
+        return None
+
+    def replace(self, logical: int, page: int) -> int:
+        """Put ``page`` (allocated by the caller) in place of a shared one, which loses a holder and is returned."""
+        old = self.pages[logical]
+        self._changed(self.pages.__setitem__, logical, old)
+        self._allocator.release([old])
+        self.pages[logical] = page
+        return old
+
+    def truncate(self, tokens: int) -> None:
+        """Free the pages past the first ``tokens`` tokens."""
+        length = -(-tokens // self.page_size)
+        if length >= len(self.pages):
+            return
+        cut = self.pages[length:]
+        self._changed(self._undo_truncate, cut, self.dropped)
+        del self.pages[length:]
+        self._allocator.release([page for page in cut if page >= 0])
+        self.dropped = min(self.dropped, length)
+
+    def check(self, tokens: int, capacity: int) -> None:
+        """Raise InvariantError unless exactly the pages of ``tokens`` tokens are listed, dropped ones as -1."""
+        if len(self.pages) != -(-tokens // self.page_size):
+            raise InvariantError(f"{len(self.pages)} pages of {self.page_size} for {tokens} tokens")
+        kept = self._kept_pages()
+        for logical, page in enumerate(self.pages):
+            if (page == -1) != (kept <= logical < self.dropped) or not -1 <= page < capacity:
+                raise InvariantError(f"logical page {logical} is {page}; {self.dropped} dropped, {kept} kept")
+        if self.first_position > self.retention.first_needed(tokens):
+            raise InvariantError(f"position {self.retention.first_needed(tokens)} can be read but was dropped")
+
+    def _kept_pages(self) -> int:
+        return -(-self.retention.keep // self.page_size)
+
+    def _changed(self, undo: object, *args: object) -> None:
+        assert self.holders == 1, "a shared table was changed"
+        self.arrays.clear()
+        self._journal.record(self._undo, undo, args)
+
+    def _undo(self, undo: object, args: tuple[object, ...]) -> None:
+        self.arrays.clear()
+        undo(*args)  # type: ignore[operator]
+
+    def _undo_unshare(self) -> None:
+        self.holders += 1
+
+    def _undo_drop(self, first: int, pages: list[int], dropped: int) -> None:
+        self.pages[first : first + len(pages)] = pages
+        self.dropped = dropped
+
+    def _undo_append(self, length: int) -> None:
+        del self.pages[length:]
+
+    def _undo_truncate(self, pages: list[int], dropped: int) -> None:
+        self.pages.extend(pages)
+        self.dropped = dropped
