@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         OutOfPagesError,
         PluginError,
         PoolGrowthError,
+        PromptCacheFileError,
         TinyKVError,
     )
     from .hookspecs import hookimpl
@@ -37,6 +38,7 @@ _HOME = {
     "OutOfPagesError": "errors",
     "PluginError": "errors",
     "PoolGrowthError": "errors",
+    "PromptCacheFileError": "errors",
     "TinyKVError": "errors",
     "hookimpl": "hookspecs",
     "load_prompt_cache": "persistence",
@@ -54,6 +56,7 @@ __all__ = [
     "PluginError",
     "PoolGrowthError",
     "PoolStats",
+    "PromptCacheFileError",
     "TinyKVError",
     "attach",
     "hookimpl",

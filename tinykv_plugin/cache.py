@@ -7,24 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from .batch_cache import BatchPagedKVCache
 from .errors import CacheStateError
 from .masks import sequence_mask
 from .metadata import PagedKV, PagedMask
+from .sequence import PagedSequence
 
 if TYPE_CHECKING:
     from .layer import PagedLayer
-    from .sequence import PagedSequence
     from .session import PagedSession
-
-
-class NotSerializable:
-    """A leaf of ``state`` that makes mlx-lm's save_prompt_cache refuse instead of writing the whole pool."""
-
-    def __repr__(self) -> str:
-        return "a paged KV cache; save it with tinykv_plugin.save_prompt_cache"
-
-
-_NOT_SERIALIZABLE = NotSerializable()
 
 
 class PagedKVCache:
@@ -64,7 +55,9 @@ class PagedKVCache:
                 step = session.begin([row], [count], count)
             elif step.done & layer.bit:
                 row.heal()
-                raise CacheStateError("the last forward pass broke off; its tokens were taken back: call the model again")
+                raise CacheStateError(
+                    "the last forward pass broke off; its tokens were taken back: call the model again"
+                )
             elif step.width != count:
                 raise CacheStateError(f"layer {layer.index} writes {count} tokens where others wrote {step.width}")
             metadata = session.write(layer, step, keys, values)
@@ -98,13 +91,12 @@ class PagedKVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of this layer's pages of the request, shared ones included."""
-        return self._session.layer_bytes(self._layer, [self._row])
+        return self._layer.held_bytes([self._row.tables[self._layer.group]])
 
     @property
     def state(self) -> list[Any]:
         """Evaluating it forces every write of this layer; it is no copy of the K/V and can't be saved."""
-        pages = self._layer.pages
-        return [*(pages.state() if pages is not None else []), _NOT_SERIALIZABLE]
+        return self._layer.state()
 
     @state.setter
     def state(self, value: object) -> None:
@@ -129,14 +121,22 @@ class PagedKVCache:
         with self._session.lock:
             return self._row.trim(self._layer.bit, n)
 
-    def __deepcopy__(self, memo: object) -> PagedKVCache:
+    @classmethod
+    def merge(cls, caches: Sequence[PagedKVCache]) -> BatchPagedKVCache:
+        """One batch of several requests' caches of a layer; they share pages with it and can be used further."""
+        first = caches[0]
+        with first._session.lock:
+            rows = [cache._row.fork(cache._layer.bit, "merge") for cache in caches]
+        return BatchPagedKVCache(first._session, first._layer, rows)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
         with self._session.lock:
-            return PagedKVCache(self._session, self._layer, self._row.fork(self._layer.bit))
+            # A copied list asks layer by layer with one memo: its layers must stay together.
+            fork = memo.get(id(self._row))
+            if fork is None:
+                fork = memo[id(self._row)] = self._row.fork(self._layer.bit)
+            fork.layers |= self._layer.bit
+            return PagedKVCache(self._session, self._layer, fork)
 
     def __repr__(self) -> str:
         return f"<PagedKVCache layer {self._layer.index}, {self.offset} tokens>"
-
-
-def rows_of(caches: Sequence[PagedKVCache]) -> list[PagedSequence]:
-    """The sequences of one layer's caches of several requests."""
-    return [cache._row for cache in caches]

@@ -46,4 +46,5 @@ class DenseProvider:
 
 @hookimpl
 def tinykv_providers() -> list[CacheProvider]:
+    """This module's provider."""
     return [DenseProvider()]

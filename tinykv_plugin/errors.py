@@ -31,6 +31,14 @@ class CacheStateError(TinyKVError):
     """A cache was used in a way its state doesn't allow (rewound too far, detached, mixed owners)."""
 
 
+class PromptCacheFileError(TinyKVError, ValueError):
+    """A prompt-cache file can't be read, or doesn't fit the model; ``path`` is the file."""
+
+    def __init__(self, path: object, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path = str(path)
+
+
 class HandleTouchedError(TinyKVError, TypeError):
     """Model code used a K/V handle or a mask other than by handing it to attention.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -54,14 +55,15 @@ class GatherBackend:
 
     def write(self, metadata: PagedKVMetadata, keys: mx.array, values: mx.array) -> None:
         step, pages = metadata.step, metadata.pages
-        assert pages.keys is not None and pages.values is not None
-        if len(step.tables) == 1 and step.query_lens[0] == 1:
+        assert pages.keys is not None
+        assert pages.values is not None
+        if step.alone and step.width == 1:
             # The usual decode step: one slot, known on the host.
-            page, slot = step.cached("slot", lambda: _one_slot(step))  # type: ignore[misc]
+            page, slot = step.cached("slot", lambda: _one_slot(step))
             pages.keys[page, :, slot] = keys[0, :, 0]
             pages.values[page, :, slot] = values[0, :, 0]
             return
-        page_ids, slots, tokens = step.cached("scatter", lambda: _scatter(step))  # type: ignore[misc]
+        page_ids, slots, tokens = step.cached("scatter", lambda: _scatter(step))
         if page_ids.size:
             pages.keys[page_ids, :, slots] = _by_token(keys, tokens)
             pages.values[page_ids, :, slots] = _by_token(values, tokens)
@@ -90,10 +92,10 @@ class GatherBackend:
     def dense(self, metadata: PagedKVMetadata) -> tuple[mx.array, mx.array]:
         step = metadata.step
         keys, values = metadata.pages.readable()
-        if len(step.tables) == 1:
+        if step.alone:
             spans = step.cached("spans", lambda: _spans(step))
-            return _join(keys, spans), _join(values, spans)  # type: ignore[arg-type]
-        index, valid = step.cached("columns", lambda: _columns(step))  # type: ignore[misc]
+            return _join(keys, spans), _join(values, spans)
+        index, valid = step.cached("columns", lambda: _columns(step))
         return _columns_of(keys, index, valid), _columns_of(values, index, valid)
 
 
@@ -154,7 +156,7 @@ def _runs(ids: list[int]) -> list[tuple[int, int]]:
     if len(cuts) >= MAX_RUNS:
         return [(0, 0)] * (MAX_RUNS + 1)
     bounds = [0, *cuts.tolist(), len(ids)]
-    return [(ids[a], ids[b - 1] + 1) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [(ids[a], ids[b - 1] + 1) for a, b in itertools.pairwise(bounds)]
 
 
 def _join(pages: mx.array, spans: list[Span]) -> mx.array:
@@ -201,25 +203,23 @@ def _columns_of(pages: mx.array, index: tuple[mx.array, mx.array], valid: mx.arr
 
 def _array_mask(step: GroupStep, mask: mx.array | str | PagedMask | None) -> mx.array | str | None:
     """The mask over gathered columns; the cache's own window is exact in the columns and needs none for one token."""
-    if isinstance(mask, mx.array):
+    if isinstance(mask, mx.array) or (mask is None and step.alone):
         return mask
-    limit = mask.window if isinstance(mask, PagedMask) else None
-    if isinstance(mask, str) and step.window is not None:
-        limit = step.window
-    causal = mask is not None
+    if step.alone and step.window is None and isinstance(mask, str):
+        return mask if step.width > 1 else None
+    limit = mask.window if isinstance(mask, PagedMask) else step.window if isinstance(mask, str) else None
+    causal = mask is not None or step.width == 1
 
     def make() -> mx.array | str | None:
         priors = [prior_tokens(start, step.window) for start in step.starts]
-        if len(step.tables) > 1:
+        if not step.alone:
             columns = max(1, max(prior + query for prior, query in zip(priors, step.query_lens, strict=True)))
-            return row_masks(step.width, priors, step.query_lens, columns, limit, causal or step.width == 1)
+            return row_masks(step.width, priors, step.query_lens, columns, limit, causal)
         if limit is not None and priors[0] + step.width > limit:
             return causal_array(step.width, priors[0], limit)
-        return "causal" if causal and step.width > 1 else None
+        return "causal" if step.width > 1 else None
 
-    if len(step.tables) == 1 and limit is None:
-        return make()
-    return step.cached(("mask", limit, causal), make)  # type: ignore[return-value]
+    return step.cached(("mask", limit, causal), make)
 
 
 _BACKEND = GatherBackend()
@@ -227,4 +227,5 @@ _BACKEND = GatherBackend()
 
 @hookimpl
 def tinykv_attention_backends() -> list[AttentionBackend]:
+    """The backend of last resort."""
     return [_BACKEND]

@@ -35,14 +35,14 @@ class Journal:
 
     def commit(self, savepoint: int) -> None:
         """Close the innermost transaction; what it changed stays unless an outer one is rolled back."""
-        assert self._open and savepoint <= len(self._steps), "commit without a savepoint"
+        assert self._open, "commit without a savepoint"
         self._open -= 1
         if not self._open:
             self._steps.clear()
 
     def rollback(self, savepoint: int) -> None:
         """Take back every change since ``savepoint``, newest first, and close that transaction."""
-        assert self._open and savepoint <= len(self._steps), "rollback without a savepoint"
+        assert self._open, "rollback without a savepoint"
         steps, self._steps = self._steps[savepoint:], self._steps[:savepoint]
         opened, self._open = self._open, 0  # the undo functions must not be journaled themselves
         for undo, args in reversed(steps):

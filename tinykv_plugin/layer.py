@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -10,6 +11,17 @@ from .errors import HandleTouchedError
 from .metadata import PagedKV, PagedKVMetadata, PagedMask
 from .pages import LayerPages, LayerSpec
 from .protocols import AttentionBackend, AttentionRequest, LayerChoice, LayerPlan, MaskKind
+from .table import PageTable
+
+
+class NotSerializable:
+    """A leaf of ``state`` that makes mlx-lm's save_prompt_cache refuse instead of writing the whole pool."""
+
+    def __repr__(self) -> str:
+        return "a paged KV cache; save it with tinykv_plugin.save_prompt_cache"
+
+
+_NOT_SERIALIZABLE = NotSerializable()
 
 
 class PagedLayer:
@@ -33,6 +45,16 @@ class PagedLayer:
         self.backends: Sequence[AttentionBackend] = ()
         self._readers: dict[tuple[int, MaskKind, bool, int], AttentionBackend] = {}
 
+    def state(self) -> list[Any]:
+        """What mlx-lm evaluates as a cache's ``state``: it forces every write to this layer, and can't be saved."""
+        return [*(self.pages.state() if self.pages is not None else []), _NOT_SERIALIZABLE]
+
+    def held_bytes(self, tables: Sequence[PageTable]) -> int:
+        """Bytes of this layer's pages that ``tables`` list, each page once."""
+        if self.pages is None:
+            return 0
+        return len({page for table in tables for page in table.live_pages()}) * self.pages.page_bytes
+
     def attend(
         self,
         queries: mx.array,
@@ -53,7 +75,7 @@ class PagedLayer:
 
     def choose_reader(self, request: AttentionRequest) -> tuple[AttentionBackend, list[str]]:
         """The first backend that supports ``request``, and why those before it don't."""
-        refusals = []
+        refusals: list[str] = []
         for backend in self.backends:
             reasons = backend.supports(request)
             if not reasons:

@@ -22,7 +22,7 @@ class PagedProvider:
 
 
 def device_memory() -> int:
-    """Bytes that a fraction in the setting ``memory`` is taken of: the recommended working set, else physical memory."""
+    """Bytes that a fraction in the setting ``memory`` is taken of: recommended working set or physical memory."""
     if mx.metal.is_available():
         return int(mx.device_info()["max_recommended_working_set_size"])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -30,4 +30,5 @@ def device_memory() -> int:
 
 @hookimpl
 def tinykv_providers() -> list[CacheProvider]:
+    """This module's provider."""
     return [PagedProvider()]

@@ -71,7 +71,8 @@ class LayerPages:
 
     def readable(self) -> tuple[mx.array, mx.array]:
         """K and V pages as mlx operations must read them: after every write so far. Don't hold them over a write."""
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         if self.written is None:
             return self.keys, self.values
         keys, values = mx.depends([self.keys, self.values], self.written)

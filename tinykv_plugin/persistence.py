@@ -1,3 +1,150 @@
-"""placeholder"""
-def save_prompt_cache(*a): ...
-def load_prompt_cache(*a): ...
+"""Prompt caches on disk, in mlx-lm's own format: stock mlx-lm reads our files and we read its."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+from mlx_lm.models import cache as mlx_cache
+
+from . import layout
+from .cache import PagedKVCache
+from .errors import CacheStateError, PromptCacheFileError
+from .session import KEPT_TOKENS, HeldTokens, PagedSession
+
+if TYPE_CHECKING:
+    from .attachment import Attachment
+
+
+def save_prompt_cache(file_name: str | os.PathLike[str], cache: Sequence[Any], metadata: Any = None) -> None:
+    """Write ``cache`` (one request's, paged or not) to a safetensors file that stock mlx-lm can load.
+
+    Pages are copied together for the file; the cache is unchanged. The file appears whole or not at all.
+    ``metadata`` is a dict of strings stored along, as in mlx-lm.
+    """
+    dense = layout.replace_leaves(
+        cache,
+        {index: _dense(leaf) for index, leaf in enumerate(layout.leaves(cache)) if isinstance(leaf, PagedKVCache)},
+    )
+    path = Path(file_name)
+    # mlx appends the suffix to a name without it, so the temporary name carries it too.
+    final = path if path.suffix == ".safetensors" else path.with_name(path.name + ".safetensors")
+    handle, temporary = tempfile.mkstemp(prefix=f".{final.stem}-", suffix=".safetensors", dir=final.parent or ".")
+    os.close(handle)
+    try:
+        mlx_cache.save_prompt_cache(temporary, dense, metadata)
+        os.replace(temporary, final)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def load_prompt_cache(
+    file_name: str | os.PathLike[str], return_metadata: bool = False, kv: Attachment | None = None
+) -> Any:
+    """The cache in a file written by us or by stock mlx-lm, and its metadata if asked for.
+
+    With ``kv`` its K/V are put into pages of that attachment; without, they come back as mlx-lm's own caches (give
+    them to :func:`adopt` later). Raises PromptCacheFileError for a file that can't be read or doesn't fit the model.
+    """
+    try:
+        cache, metadata = mlx_cache.load_prompt_cache(os.fspath(file_name), return_metadata=True)
+    except Exception as error:
+        raise PromptCacheFileError(
+            file_name, f"not a readable prompt cache of mlx-lm or tinykv ({type(error).__name__}: {error})"
+        ) from None
+    if kv is not None:
+        adopt(cache, kv, file_name)
+    return (cache, metadata) if return_metadata else cache
+
+
+def adopt(cache: list[Any], kv: Attachment, source: object = "this prompt cache") -> None:
+    """Replace mlx-lm's own K/V caches in the list by paged ones of ``kv`` with the same tokens; modifies the list.
+
+    Raises PromptCacheFileError naming ``source`` if they don't fit the model, OutOfPagesError if the budget is too
+    small; the list is unchanged then.
+    """
+    session = kv.session
+    if not isinstance(session, PagedSession):
+        return
+    own = layout.leaves(cache)
+    limits = {leaf.max_size for leaf in own if _is_limited(leaf)}
+    paged = kv.make_cache(max_kv_size=limits.pop() if len(limits) == 1 else None)
+    expected = layout.leaves(paged)
+    if len(own) != len(expected) or limits:
+        raise PromptCacheFileError(source, f"holds {len(own)} caches, the model has {len(expected)}; another model's?")
+    held: dict[int, HeldTokens] = {}
+    lengths = set()
+    for index, (leaf, target) in enumerate(zip(own, expected, strict=True)):
+        if isinstance(target, PagedKVCache):
+            held[index] = _held(leaf, target, index, source)
+            lengths.add(int(leaf.offset))
+        elif type(leaf) is not type(target):
+            raise PromptCacheFileError(
+                source, f"layer {index} is a {type(leaf).__name__}, the model's is a {type(target).__name__}"
+            )
+    if len(lengths) > 1:
+        raise PromptCacheFileError(source, f"its layers have different lengths: {sorted(lengths)}")
+    rows = [leaf._row for leaf in expected if isinstance(leaf, PagedKVCache)]
+    if rows and lengths != {0}:
+        with session.lock:
+            try:
+                session.fill(rows[0], lengths.pop(), held)
+            except CacheStateError as error:
+                raise PromptCacheFileError(source, str(error)) from None
+        mx.eval([leaf.state for leaf in expected if isinstance(leaf, PagedKVCache)])
+    kept = {i: leaf for i, leaf in enumerate(own) if not isinstance(expected[i], PagedKVCache)}
+    cache[:] = layout.replace_leaves(paged, kept)
+
+
+def _is_limited(leaf: Any) -> bool:
+    """Whether a cache was made with ``max_kv_size``."""
+    return type(leaf) is mlx_cache.RotatingKVCache and leaf.keep == KEPT_TOKENS
+
+
+def _dense(leaf: PagedKVCache) -> Any:
+    """A paged cache's tokens in the class mlx-lm would have used."""
+    retention = leaf._row.tables[leaf._layer.group].retention
+    dense: Any
+    if retention.window is None:
+        dense = mlx_cache.KVCache()
+    else:
+        dense = mlx_cache.RotatingKVCache(max_size=retention.window, keep=retention.keep)
+    if not leaf.empty():
+        dense.keys, dense.values = leaf.keys_and_values()
+        dense.offset = leaf.offset
+        if retention.window is not None:
+            dense._idx = dense.keys.shape[2]
+    return dense
+
+
+def _held(leaf: Any, target: PagedKVCache, index: int, source: object) -> HeldTokens:
+    """The tokens of an mlx-lm cache, as a paged layer takes them."""
+    window = target.window
+    if type(leaf) is mlx_cache.KVCache:
+        if leaf.keys is None:
+            return HeldTokens(0, [])
+        keys, values = leaf.keys_and_values()
+        return HeldTokens(0, [(leaf.offset, keys, values)])
+    if type(leaf) is not mlx_cache.RotatingKVCache or leaf.max_size != window:
+        raise PromptCacheFileError(
+            source,
+            f"layer {index} is a {type(leaf).__name__} with a window of {getattr(leaf, 'max_size', None)}; "
+            f"the model's pages have a window of {window}",
+        )
+    if leaf.keys is None:
+        return HeldTokens(0, [])
+    keys, values = leaf._temporal_order(leaf.keys), leaf._temporal_order(leaf.values)
+    count, keep = keys.shape[2], leaf.keep
+    if count >= leaf.offset:
+        return HeldTokens(0, [(leaf.offset, keys[:, :, : leaf.offset], values[:, :, : leaf.offset])])
+    spans = [(leaf.offset, keys[:, :, keep:], values[:, :, keep:])]
+    if keep:
+        spans.insert(0, (keep, keys[:, :, :keep], values[:, :, :keep]))
+    return HeldTokens(leaf.offset - count + keep, spans)

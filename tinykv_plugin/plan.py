@@ -30,12 +30,6 @@ class CachePlan:
         self.lines = lines
         self.writer = writer
 
-    def arrange(self, own: Sequence[Any], paged: Sequence[Any]) -> list[Any]:
-        """``own`` with its paged leaves replaced by ``paged``, given in the order of ``layers``."""
-        return layout.replace_leaves(
-            own, {layer.index: cache for layer, cache in zip(self.layers, paged, strict=True)}
-        )
-
 
 def make_plan(context: AttachContext) -> CachePlan:
     """Ask the adapter, trace the model, choose backends."""

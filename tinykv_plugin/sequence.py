@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from .step import Step
     from .table import PageTable
 
+BROKEN_OFF = "the last forward pass broke off; its tokens were taken back: call the model again"
+
 
 class PagedSequence:
     """The page tables of one request, one per cache group, and how far each layer has come.
@@ -24,8 +26,8 @@ class PagedSequence:
 
     __slots__ = (
         "__weakref__",
-        "_fork",
         "_forked_at",
+        "_forks",
         "growing",
         "layers",
         "session",
@@ -45,7 +47,7 @@ class PagedSequence:
         self.step: Step | None = None
         self.trims: dict[int, int] = {}
         self.version = 0
-        self._fork: weakref.ref[PagedSequence] | None = None
+        self._forks: list[tuple[str, weakref.ref[PagedSequence]]] = []
         self._forked_at = -1
         session.sequences.add(self)
 
@@ -114,20 +116,26 @@ class PagedSequence:
             self.tables[group] = owned
         return owned
 
-    def fork(self, bit: int) -> PagedSequence:
+    def fork(self, bit: int, purpose: str = "copy") -> PagedSequence:
         """A sequence with the same tokens that shares every page; O(1).
 
-        mlx-lm copies, merges and extracts caches layer by layer: layers that ask one after the other, with nothing
-        changed in between, get the same fork.
+        mlx-lm copies, merges and extracts caches layer by layer: layers that ask one after the other for the same
+        ``purpose``, with nothing changed in between, get the same fork. A request may be merged with itself: then its
+        first fork that the layer lacks is taken, so that all layers see the rows in one order.
         """
         self.heal()
-        fork = self._fork() if self._fork is not None else None
-        if fork is None or self._forked_at != self.version or fork.version or fork.layers & bit:
+        if self._forked_at != self.version:
+            self._forked_at = self.version
+            self._forks = []
+        found = [fork for kind, ref in self._forks if kind == purpose and (fork := ref()) is not None]
+        for fork in reversed(found) if purpose == "copy" else found:
+            if not fork.version and not fork.layers & bit:
+                break
+        else:
             fork = PagedSequence(self.session, list(self.tables))
             fork.tokens = self.tokens
             for table in self.tables:
                 table.holders += 1
-            self._fork = weakref.ref(fork)
-            self._forked_at = self.version
+            self._forks.append((purpose, weakref.ref(fork)))
         fork.layers |= bit
         return fork

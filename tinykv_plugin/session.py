@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +16,8 @@ from .errors import CacheStateError, InvariantError
 from .hookspecs import RequestFreed
 from .journal import Journal
 from .layer import PagedLayer
-from .metadata import PagedKVMetadata
+from .layout import replace_leaves
+from .metadata import PagedKVMetadata, int32
 from .pages import LayerPages, LayerSpec
 from .plan import CachePlan
 from .pool import Budget, PagePool
@@ -24,6 +26,9 @@ from .sequence import PagedSequence
 from .stats import PoolStats, collect
 from .step import GroupStep, Step
 from .table import PageTable, Retention
+
+# Tokens at the start that a size limit keeps, as mlx-lm's make_prompt_cache does.
+KEPT_TOKENS = 4
 
 
 class PagedSession:
@@ -45,6 +50,7 @@ class PagedSession:
         self._context = context
         self._plan = plan
         self._thread = threading.get_ident()
+        self._offsets: tuple[list[int], mx.array] | None = None
         config = context.config
         self.pools = [
             PagePool(name, config.page_size, plan.writer, self.journal, self.budget, config.max_pages, context.emit)
@@ -61,20 +67,56 @@ class PagedSession:
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
         """Empty caches of one new request, in the shape of the model's own list; no pages are taken yet."""
+        row = self.new_sequence(max_kv_size)
+        paged = {layer.index: self.single(layer, row) for layer in self.layers}
+        return replace_leaves(self._context.own_cache(), paged)
+
+    def new_sequence(self, max_kv_size: int | None) -> PagedSequence:
+        """An empty sequence for all layers. mlx-lm's size limit keeps the first :data:`KEPT_TOKENS` tokens."""
         rewind = self._context.config.rewind
-        retentions = [
-            Retention(max_kv_size, 4, rewind) if window is None and max_kv_size else Retention(window, 0, rewind)
-            for window in self._plan.groups.values()
+        limited = Retention(max_kv_size, KEPT_TOKENS, rewind) if max_kv_size else Retention()
+        tables = [
+            PageTable(
+                pool.allocator,
+                self.journal,
+                pool.page_size,
+                limited if window is None else Retention(window, 0, rewind),
+            )
+            for pool, window in zip(self.pools, self._plan.groups.values(), strict=True)
         ]
         with self.lock:
-            tables = [
-                PageTable(pool.allocator, self.journal, pool.page_size, retention)
-                for pool, retention in zip(self.pools, retentions, strict=True)
-            ]
-            row = PagedSequence(self, tables, sum(layer.bit for layer in self.layers))
-        return self._plan.arrange(
-            self._context.own_cache(), [PagedKVCache(self, layer, row) for layer in self.layers]
-        )
+            return PagedSequence(self, tables, sum(layer.bit for layer in self.layers))
+
+    def fill(self, row: PagedSequence, tokens: int, held: Mapping[int, HeldTokens]) -> None:
+        """Load an empty sequence with ``tokens`` tokens; ``held`` has for each layer those that it still needs.
+
+        Raises OutOfPagesError or PoolGrowthError with the sequence still empty.
+        """
+        self.collect_abandoned()
+        self._enter_thread()
+        savepoint = self.journal.savepoint()
+        try:
+            for group, (pool, table) in enumerate(zip(self.pools, row.tables, strict=True)):
+                floor = max(held[layer.index].first for layer in self.layers if layer.group == group)
+                table.open_at(floor, tokens, pool.allocate(table.pages_from(floor, tokens)))
+            for layer in self.layers:
+                for stop, keys, values in held[layer.index].spans:
+                    count = keys.shape[2]
+                    pages = layer.pages
+                    if pages is None or not _fits(pages.spec, keys, values):
+                        pages = self._lay_out(layer, LayerSpec.of(keys, values))
+                    step = GroupStep([row.tables[layer.group]], [stop], [count], count)
+                    self.writer.write(PagedKVMetadata(pages, step), keys, values)
+        except BaseException:
+            self.journal.rollback(savepoint)
+            raise
+        self.journal.commit(savepoint)
+        row.tokens = tokens
+        row.version += 1
+
+    def single(self, layer: PagedLayer, row: PagedSequence) -> PagedKVCache:
+        """A layer's cache of one request."""
+        return PagedKVCache(self, layer, row)
 
     def begin(self, rows: Sequence[PagedSequence], query_lens: Sequence[int], width: int) -> Step:
         """Start a forward pass: reserve the pages of all rows in all groups, or none.
@@ -115,7 +157,7 @@ class PagedSession:
         try:
             pages = layer.pages
             if pages is None or not _fits(pages.spec, keys, values):
-                pages = self._lay_out(layer, step, LayerSpec.of(keys, values))
+                pages = self._lay_out(layer, LayerSpec.of(keys, values))
             metadata = PagedKVMetadata(pages, step.groups[layer.group])
             self.writer.write(metadata, keys, values)
         except BaseException:
@@ -125,6 +167,12 @@ class PagedSession:
             raise
         step.finish_layer(layer.bit)
         return metadata
+
+    def offsets(self, tokens: list[int]) -> mx.array:
+        """``tokens`` as int32; layers that ask for the same numbers get the same array."""
+        if self._offsets is None or self._offsets[0] != tokens:
+            self._offsets = (tokens, int32(tokens))
+        return self._offsets[1]
 
     def read(self, layer: PagedLayer, row: PagedSequence) -> tuple[mx.array, mx.array]:
         """Copies of a layer's tokens, ``(1, kv_heads, tokens, head_dim)``; with a window the newest ones."""
@@ -139,13 +187,6 @@ class PagedSession:
             )
         step = GroupStep([row.tables[layer.group]], [tokens], [1], 1)
         return self.gather.dense(PagedKVMetadata(layer.pages, step))
-
-    def layer_bytes(self, layer: PagedLayer, rows: Sequence[PagedSequence]) -> int:
-        """Bytes of a layer's pages that ``rows`` hold, each page once."""
-        if layer.pages is None:
-            return 0
-        held = {page for row in rows for page in row.tables[layer.group].live_pages()}
-        return len(held) * layer.pages.page_bytes
 
     def collect_abandoned(self) -> None:
         """Free the pages of requests whose caches are gone."""
@@ -239,7 +280,7 @@ class PagedSession:
         assert position == len(fresh)
         return sources, targets
 
-    def _lay_out(self, layer: PagedLayer, step: Step, spec: LayerSpec) -> LayerPages:
+    def _lay_out(self, layer: PagedLayer, spec: LayerSpec) -> LayerPages:
         """Pages for a layer that writes for the first time, or other shapes than the trace saw (a model changed)."""
         pool = self.pools[layer.group]
         if layer.pages is not None:
@@ -270,6 +311,17 @@ class PagedSession:
                 f"let it finish (mx.eval its output) before this thread uses the model"
             ) from None
         self._thread = thread
+
+
+@dataclass(frozen=True)
+class HeldTokens:
+    """What one layer has of a saved sequence: spans of K and V ``(1, kv_heads, tokens, head_dim)`` by their end.
+
+    ``first`` is the oldest position of the last span; earlier spans are tokens a size limit keeps.
+    """
+
+    first: int
+    spans: Sequence[tuple[int, mx.array, mx.array]]
 
 
 def _fits(spec: LayerSpec, keys: mx.array, values: mx.array) -> bool:

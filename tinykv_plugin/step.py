@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import weakref
 
     from .sequence import PagedSequence
+
+T = TypeVar("T")
 
 
 class GroupStep:
@@ -34,7 +36,7 @@ class GroupStep:
         self.query_lens = query_lens
         self.width = width
         self.page_size = tables[0].page_size
-        self._arrays: dict[object, object] = {}
+        self._arrays: dict[object, Any] = {}
 
     @property
     def window(self) -> int | None:
@@ -50,15 +52,15 @@ class GroupStep:
         return [context - query for context, query in zip(self.context_lens, self.query_lens, strict=True)]
 
     @property
-    def padded(self) -> bool:
-        """Whether some row has fewer new tokens than ``width``."""
-        return any(query != self.width for query in self.query_lens)
+    def alone(self) -> bool:
+        """Whether the step has one row, without padding."""
+        return len(self.tables) == 1 and self.query_lens[0] == self.width
 
-    def cached(self, key: object, make: object) -> object:
+    def cached(self, key: object, make: Callable[[], T]) -> T:
         """``make()``, called once per step and ``key``; for backends that derive index arrays from the step."""
         found = self._arrays.get(key)
         if found is None:
-            found = self._arrays[key] = make()  # type: ignore[operator]
+            found = self._arrays[key] = make()
         return found
 
     def block_table(self) -> mx.array:
@@ -68,8 +70,9 @@ class GroupStep:
             arrays = self.tables[0].arrays
             if "device" not in arrays:
                 arrays["device"] = int32([self.tables[0].pages])
-            return arrays["device"]  # type: ignore[return-value]
-        return self.cached("block_table", lambda: mx.array(self.block_rows()))  # type: ignore[return-value]
+            table: mx.array = arrays["device"]
+            return table
+        return self.cached("block_table", lambda: mx.array(self.block_rows()))
 
     def block_rows(self) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
         """The block table as a numpy array."""
@@ -81,14 +84,14 @@ class GroupStep:
         return rows
 
     def context_lens_array(self) -> mx.array:
-        return self.cached("context_lens", lambda: int32(self.context_lens))  # type: ignore[return-value]
+        return self.cached("context_lens", lambda: int32(self.context_lens))
 
     def query_lens_array(self) -> mx.array:
-        return self.cached("query_lens", lambda: int32(self.query_lens))  # type: ignore[return-value]
+        return self.cached("query_lens", lambda: int32(self.query_lens))
 
     def slot_mapping(self) -> mx.array:
         """int32 ``(batch, width)``: the slot of each new token, -1 for padding."""
-        return self.cached("slot_mapping", lambda: mx.array(self.slots()))  # type: ignore[return-value]
+        return self.cached("slot_mapping", lambda: mx.array(self.slots()))
 
     def slots(self) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
         """The slot mapping as a numpy array."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from .allocator import PageAllocator
 from .errors import InvariantError
@@ -33,7 +35,7 @@ class PageTable:
     change it takes :meth:`owned` first. All changes are journaled.
     """
 
-    __slots__ = ("_allocator", "_journal", "arrays", "dropped", "holders", "page_size", "pages", "retention")
+    __slots__ = ("_allocator", "_journal", "arrays", "dropped", "floor", "holders", "page_size", "pages", "retention")
 
     def __init__(self, allocator: PageAllocator, journal: Journal, page_size: int, retention: Retention) -> None:
         self._allocator = allocator
@@ -44,13 +46,20 @@ class PageTable:
         self.holders = 1
         # Logical pages before this one are dropped, but for those that hold kept tokens.
         self.dropped = 0
+        # Positions before this one were never filled (a cache loaded from a file that had dropped them).
+        self.floor = 0
         # Device copies made by readers of the table; emptied at every change.
-        self.arrays: dict[str, object] = {}
+        self.arrays: dict[str, Any] = {}
 
     @property
     def first_position(self) -> int:
         """The oldest position still held after the kept tokens; 0 if nothing was dropped."""
-        return self.dropped * self.page_size if self.dropped > self._kept_pages() else 0
+        return max(self.floor, self.dropped * self.page_size if self.dropped > self.kept_pages else 0)
+
+    @property
+    def kept_pages(self) -> int:
+        """Logical pages that hold tokens the window never drops."""
+        return -(-self.retention.keep // self.page_size)
 
     def live_pages(self) -> list[int]:
         """The page ids this table holds."""
@@ -63,6 +72,7 @@ class PageTable:
         copy = PageTable(self._allocator, self._journal, self.page_size, self.retention)
         copy.pages = list(self.pages)
         copy.dropped = self.dropped
+        copy.floor = self.floor
         self._allocator.share(self.live_pages())
         self.holders -= 1
         self._journal.record(self._undo_unshare)
@@ -80,7 +90,7 @@ class PageTable:
         if retention.window is None:
             return
         last = max(0, retention.first_needed(tokens) - retention.rewind) // self.page_size
-        first = max(self.dropped, self._kept_pages())
+        first = max(self.dropped, self.kept_pages)
         if last <= first:
             return
         self._changed(self._undo_drop, first, self.pages[first:last], self.dropped)
@@ -96,6 +106,23 @@ class PageTable:
         """Add pages that the caller has allocated."""
         self._changed(self._undo_append, len(self.pages))
         self.pages.extend(pages)
+
+    def pages_from(self, floor: int, tokens: int) -> int:
+        """Pages needed to hold the tokens from ``floor`` to ``tokens``, and the kept ones."""
+        total = -(-tokens // self.page_size)
+        return total - max(0, floor // self.page_size - self.kept_pages)
+
+    def open_at(self, floor: int, tokens: int, pages: list[int]) -> None:
+        """Make an empty table that of ``tokens`` tokens of which only those from ``floor`` on are held, and kept ones.
+
+        ``pages``: :meth:`pages_from` pages that the caller has allocated.
+        """
+        assert not self.pages
+        self._changed(self._undo_open)
+        kept, first = self.kept_pages, floor // self.page_size
+        self.pages = pages[:kept] + [-1] * max(0, first - kept) + pages[kept:]
+        self.dropped = first if first > kept else 0
+        self.floor = floor
 
     def tail_shared(self, tokens: int) -> int | None:
         """The page that the token at position ``tokens`` is written to, if it exists and has other holders too."""
@@ -127,24 +154,21 @@ class PageTable:
         """Raise InvariantError unless exactly the pages of ``tokens`` tokens are listed, dropped ones as -1."""
         if len(self.pages) != -(-tokens // self.page_size):
             raise InvariantError(f"{len(self.pages)} pages of {self.page_size} for {tokens} tokens")
-        kept = self._kept_pages()
+        kept = self.kept_pages
         for logical, page in enumerate(self.pages):
             if (page == -1) != (kept <= logical < self.dropped) or not -1 <= page < capacity:
                 raise InvariantError(f"logical page {logical} is {page}; {self.dropped} dropped, {kept} kept")
-        if self.first_position > self.retention.first_needed(tokens):
+        if tokens and self.first_position > self.retention.first_needed(tokens):
             raise InvariantError(f"position {self.retention.first_needed(tokens)} can be read but was dropped")
 
-    def _kept_pages(self) -> int:
-        return -(-self.retention.keep // self.page_size)
-
-    def _changed(self, undo: object, *args: object) -> None:
+    def _changed(self, undo: Callable[..., Any], *args: Any) -> None:
         assert self.holders == 1, "a shared table was changed"
         self.arrays.clear()
         self._journal.record(self._undo, undo, args)
 
-    def _undo(self, undo: object, args: tuple[object, ...]) -> None:
+    def _undo(self, undo: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.arrays.clear()
-        undo(*args)  # type: ignore[operator]
+        undo(*args)
 
     def _undo_unshare(self) -> None:
         self.holders += 1
@@ -152,6 +176,10 @@ class PageTable:
     def _undo_drop(self, first: int, pages: list[int], dropped: int) -> None:
         self.pages[first : first + len(pages)] = pages
         self.dropped = dropped
+
+    def _undo_open(self) -> None:
+        self.pages = []
+        self.dropped = self.floor = 0
 
     def _undo_append(self, length: int) -> None:
         del self.pages[length:]

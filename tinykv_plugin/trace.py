@@ -35,9 +35,7 @@ class LayerTrace:
     request: AttentionRequest | None = None
     page_size: int = 1
 
-    def attend(
-        self, queries: mx.array, metadata: Any, *, scale: float, mask: Any, sinks: mx.array | None
-    ) -> mx.array:
+    def attend(self, queries: mx.array, metadata: Any, *, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
         """Stands for a backend's ``attend``: notes what is asked and returns zeros of the right shape."""
         assert self.spec is not None
         batch, heads, count, _ = queries.shape

@@ -46,4 +46,5 @@ def _choice(cache: Any) -> LayerChoice:
 
 @hookimpl
 def tinykv_model_adapters() -> list[ModelAdapter]:
+    """This module's adapter."""
     return [GeneralAdapter()]
