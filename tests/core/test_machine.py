@@ -1,0 +1,193 @@
+"""A state machine over requests: append, fork, trim, batch, drop, broken-off passes, with faults at every allocation."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from bookkeeping import Fault, Faults, WriteFault, held, make_session, tensor
+from tinykv_plugin.batch_cache import BatchPagedKVCache
+from tinykv_plugin.errors import CacheStateError, OutOfPagesError, PoolGrowthError
+
+FAILURES = (Fault, OutOfPagesError, PoolGrowthError)
+
+
+class Request:
+    """A request's caches and, as the model to compare with, the plain list of its tokens."""
+
+    def __init__(self, caches: list[Any], tokens: list[int]) -> None:
+        self.caches = caches
+        self.tokens = tokens
+
+    def verify(self) -> None:
+        """Every layer has the tokens, and finds each one that it may still read in its place."""
+        for cache in self.caches:
+            assert cache.offset == len(self.tokens)
+            retention = cache._row.tables[cache._layer.group].retention
+            first = retention.first_needed(len(self.tokens))
+            for position, token in enumerate(self.tokens):
+                if position >= first or position < retention.keep:
+                    assert held(cache, position) == token
+
+
+class RequestsMachine(RuleBasedStateMachine):
+    requests = Bundle("requests")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.faults = Faults()
+        self.session = make_session(self.faults)
+        self.ids = itertools.count()
+        self.live: list[Request] = []
+
+    def tokens(self, count: int) -> list[int]:
+        return list(itertools.islice(self.ids, count))
+
+    def snapshot(self) -> Any:
+        """What a failed call must leave as it was: who holds which pages, and the order of the free lists."""
+        for row in list(self.session.sequences):
+            row.heal()
+        return [
+            (pool.allocator._recycled[:], pool.allocator._fresh, pool.allocator._ref_counts[: pool.allocator._fresh])
+            for pool in self.session.pools
+        ], [[table.pages[:] for table in request.caches[0]._row.tables] for request in self.live]
+
+    @rule(target=requests, limit=st.sampled_from([None, None, 8, 9]))
+    def new(self, limit: int | None) -> Request:
+        request = Request(self.session.make_cache(limit), [])
+        self.live.append(request)
+        return request
+
+    @rule(request=requests, count=st.integers(1, 13), fault=st.none() | st.integers(0, 6))
+    def append(self, request: Request, count: int, fault: int | None) -> None:
+        new = self.tokens(count)
+        self.session.collect_abandoned()
+        before = self.snapshot()
+        self.faults.at = fault
+        done = 0
+        try:
+            for cache in request.caches:
+                cache.update_and_fetch(tensor([new]), tensor([new]))
+                done += 1
+        except FAILURES as failure:
+            self.faults.at = None
+            if not done and not isinstance(failure, WriteFault):
+                assert self.snapshot() == before
+            request.caches[0].make_mask(1)  # a new pass begins: what broke off is taken back
+        else:
+            self.faults.at = None
+            request.tokens += new
+
+    @rule(request=requests, count=st.integers(1, 9), layers=st.integers(1, 2))
+    def append_broken_off(self, request: Request, count: int, layers: int) -> None:
+        new = self.tokens(count)
+        try:
+            for cache in request.caches[:layers]:
+                cache.update_and_fetch(tensor([new]), tensor([new]))
+        except FAILURES:
+            pass
+        request.caches[0].make_mask(1)
+
+    @rule(target=requests, request=requests, each=st.booleans())
+    def fork(self, request: Request, each: bool) -> Request:
+        caches = [copy.deepcopy(cache) for cache in request.caches] if each else copy.deepcopy(request.caches)
+        assert len({id(cache._row) for cache in caches}) == 1
+        fork = Request(caches, list(request.tokens))
+        self.live.append(fork)
+        return fork
+
+    @rule(request=requests, count=st.integers(0, 20))
+    def trim(self, request: Request, count: int) -> None:
+        before = [cache.offset for cache in request.caches]
+        try:
+            trimmed = {cache.trim(count) for cache in request.caches}
+        except CacheStateError:
+            assert [cache.offset for cache in request.caches] == before
+            return
+        assert trimmed == {min(count, len(request.tokens))}
+        if count:
+            del request.tokens[-count:]
+
+    @rule(request=requests, count=st.integers(1, 3))
+    def trim_one_layer(self, request: Request, count: int) -> None:
+        try:
+            request.caches[1].trim(count)
+        except CacheStateError:
+            return
+        request.caches[0].make_mask(1)
+        del request.tokens[max(0, len(request.tokens) - count) :]
+
+    @rule(
+        target=requests,
+        group=st.lists(requests, min_size=1, max_size=4),
+        counts=st.lists(st.integers(0, 7), min_size=4, max_size=4),
+        keep=st.lists(st.booleans(), min_size=4, max_size=4),
+        fault=st.none() | st.integers(0, 5),
+    )
+    def batch(self, group: list[Request], counts: list[int], keep: list[bool], fault: int | None) -> Any:
+        """Merge, append a right-padded prompt and one token each, keep some rows, extract them."""
+        try:
+            batch = [
+                caches[0].merge(list(caches)) for caches in zip(*(request.caches for request in group), strict=True)
+            ]
+        except CacheStateError:
+            assert len({cache.window for cache in (request.caches[0] for request in group)}) > 1
+            return multiple()
+        lengths = [max(1, counts[0]), *counts[1 : len(group)]]
+        new = [self.tokens(length) for length in lengths]
+        width = max(lengths)
+        self.faults.at = fault
+        try:
+            for cache in batch:
+                cache.prepare(lengths=lengths, right_padding=[width - length for length in lengths])
+            padded = [row + [-3] * (width - len(row)) for row in new]
+            for cache in batch:
+                cache.update_and_fetch(tensor(padded), tensor(padded))
+            for cache in batch:
+                cache.finalize()
+            last = [self.tokens(1) for _ in group]
+            for cache in batch:
+                cache.update_and_fetch(tensor(last), tensor(last))
+        except FAILURES:
+            self.faults.at = None
+            return multiple()
+        self.faults.at = None
+        kept = [index for index in range(len(group)) if keep[index]]
+        for cache in batch:
+            assert isinstance(cache, BatchPagedKVCache)
+            cache.filter(kept)
+        results = []
+        for position, index in enumerate(kept):
+            caches = [cache.extract(position) for cache in batch]
+            results.append(Request(caches, group[index].tokens + new[index] + last[index]))
+        self.live += results
+        return multiple(*results)
+
+    @rule(request=consumes(requests))
+    def drop(self, request: Request) -> None:
+        self.live.remove(request)
+        request.caches = []
+
+    @invariant()
+    def holds(self) -> None:
+        self.session.check()
+        for request in self.live:
+            request.verify()
+        if not self.live:
+            assert self.session.stats().pages_used == 0
+
+    def teardown(self) -> None:
+        for request in self.live:
+            request.caches = []
+        self.session.check()
+        # No garbage collection is needed: nothing in a request is a reference cycle.
+        assert self.session.stats().pages_used == 0
+
+
+TestRequests = RequestsMachine.TestCase
+TestRequests.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
