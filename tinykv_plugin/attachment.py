@@ -16,6 +16,7 @@ from .config import KVCacheConfig
 from .errors import CacheStateError, ConfigError
 from .manager import PluginManager, default_manager
 from .protocols import AttachContext, CacheSession, LayerPlan
+from .session import GroupInfo, PagedSession
 from .stats import PoolStats
 
 _HOOK = "make_cache"
@@ -96,6 +97,11 @@ class Attachment:
         ``max_kv_size`` limits the tokens attended to in full-attention layers; the default is the setting's.
         """
         return self.session.make_cache(max_kv_size or _asked_max_kv_size() or self.config.max_kv_size)
+
+    @property
+    def groups(self) -> Sequence[GroupInfo]:
+        """The cache groups of paged caches; empty for another provider's."""
+        return self.session.groups if isinstance(self.session, PagedSession) else ()
 
     def stats(self) -> PoolStats:
         """Pages and bytes right now."""

@@ -15,7 +15,8 @@ from mlx_lm.models import cache as mlx_cache
 from . import layout
 from .cache import PagedKVCache
 from .errors import CacheStateError, PromptCacheFileError
-from .session import KEPT_TOKENS, HeldTokens, PagedSession
+from .restore import HeldTokens, fill
+from .session import KEPT_TOKENS, PagedSession
 
 if TYPE_CHECKING:
     from .attachment import Attachment
@@ -95,7 +96,7 @@ def adopt(cache: list[Any], kv: Attachment, source: object = "this prompt cache"
     if rows and lengths != {0}:
         with session.lock:
             try:
-                session.fill(rows[0], lengths.pop(), held)
+                fill(session, rows[0], lengths.pop(), held)
             except CacheStateError as error:
                 raise PromptCacheFileError(source, str(error)) from None
         mx.eval([leaf.state for leaf in expected if isinstance(leaf, PagedKVCache)])

@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
+from .audit import audit
 from .cache import PagedKVCache
-from .errors import CacheStateError, InvariantError
+from .errors import CacheStateError, ConfigError
 from .hookspecs import RequestFreed
 from .journal import Journal
 from .layer import PagedLayer
@@ -22,6 +23,7 @@ from .pages import LayerPages, LayerSpec
 from .plan import CachePlan
 from .pool import Budget, PagePool
 from .protocols import AttachContext, AttentionBackend, LayerPlan
+from .reservation import reserve
 from .sequence import PagedSequence
 from .stats import PoolStats, collect
 from .step import GroupStep, Step
@@ -65,6 +67,14 @@ class PagedSession:
     def plan(self) -> Sequence[LayerPlan]:
         return self._plan.lines
 
+    @property
+    def groups(self) -> Sequence[GroupInfo]:
+        """The cache groups: which layers share page ids, what a page of theirs takes, how many the budget allows."""
+        return [
+            GroupInfo(pool.name, tuple(pool.layers), window, pool.page_bytes, pool.page_size, pool.limit)
+            for pool, window in zip(self.pools, self._plan.groups.values(), strict=True)
+        ]
+
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
         """Empty caches of one new request, in the shape of the model's own list; no pages are taken yet."""
         row = self.new_sequence(max_kv_size)
@@ -73,6 +83,11 @@ class PagedSession:
 
     def new_sequence(self, max_kv_size: int | None) -> PagedSequence:
         """An empty sequence for all layers. mlx-lm's size limit keeps the first :data:`KEPT_TOKENS` tokens."""
+        if max_kv_size and max_kv_size <= KEPT_TOKENS:
+            raise ConfigError(
+                "max_kv_size",
+                f"{max_kv_size} is not allowed: more than the {KEPT_TOKENS} tokens always kept are needed",
+            )
         rewind = self._context.config.rewind
         limited = Retention(max_kv_size, KEPT_TOKENS, rewind) if max_kv_size else Retention()
         tables = [
@@ -87,55 +102,27 @@ class PagedSession:
         with self.lock:
             return PagedSequence(self, tables, sum(layer.bit for layer in self.layers))
 
-    def fill(self, row: PagedSequence, tokens: int, held: Mapping[int, HeldTokens]) -> None:
-        """Load an empty sequence with ``tokens`` tokens; ``held`` has for each layer those that it still needs.
-
-        Raises OutOfPagesError or PoolGrowthError with the sequence still empty.
-        """
-        self.collect_abandoned()
-        self._enter_thread()
-        savepoint = self.journal.savepoint()
-        try:
-            for group, (pool, table) in enumerate(zip(self.pools, row.tables, strict=True)):
-                floor = max(held[layer.index].first for layer in self.layers if layer.group == group)
-                table.open_at(floor, tokens, pool.allocate(table.pages_from(floor, tokens)))
-            for layer in self.layers:
-                for stop, keys, values in held[layer.index].spans:
-                    count = keys.shape[2]
-                    pages = layer.pages
-                    if pages is None or not _fits(pages.spec, keys, values):
-                        pages = self._lay_out(layer, LayerSpec.of(keys, values))
-                    step = GroupStep([row.tables[layer.group]], [stop], [count], count)
-                    self.writer.write(PagedKVMetadata(pages, step), keys, values)
-        except BaseException:
-            self.journal.rollback(savepoint)
-            raise
-        self.journal.commit(savepoint)
-        row.tokens = tokens
-        row.version += 1
-
     def single(self, layer: PagedLayer, row: PagedSequence) -> PagedKVCache:
         """A layer's cache of one request."""
         return PagedKVCache(self, layer, row)
+
+    def check_room(self, rows: Sequence[PagedSequence], query_lens: Sequence[int]) -> None:
+        """Raise OutOfPagesError or PoolGrowthError where :meth:`begin` would. Nothing is changed but pools may grow."""
+        with self.lock:
+            self.enter()
+            for row in rows:
+                row.heal()
+            reserve(self.pools, self.journal, rows, query_lens, commit=False)
 
     def begin(self, rows: Sequence[PagedSequence], query_lens: Sequence[int], width: int) -> Step:
         """Start a forward pass: reserve the pages of all rows in all groups, or none.
 
         Row ``i`` gets ``query_lens[i]`` more tokens. Raises OutOfPagesError or PoolGrowthError with nothing changed.
         """
-        if self.closed:
-            raise CacheStateError("the model was detached from tinykv; make a new prompt cache for it")
-        self.collect_abandoned()
-        self._enter_thread()
+        self.enter()
         for row in rows:
             row.heal()
-        savepoint = self.journal.savepoint()
-        try:
-            copies = [self._reserve(group, rows, query_lens) for group in range(len(self.pools))]
-        except BaseException:
-            self.journal.rollback(savepoint)
-            raise
-        self.journal.commit(savepoint)
+        copies = reserve(self.pools, self.journal, rows, query_lens)
         for pool, (sources, targets) in zip(self.pools, copies, strict=True):
             if sources:
                 pool.copy_pages(sources, targets)
@@ -155,10 +142,7 @@ class PagedSession:
     def write(self, layer: PagedLayer, step: Step, keys: mx.array, values: mx.array) -> PagedKVMetadata:
         """Put a layer's new tokens into the pages of ``step``. A step nobody wrote in is taken back on failure."""
         try:
-            pages = layer.pages
-            if pages is None or not _fits(pages.spec, keys, values):
-                pages = self._lay_out(layer, LayerSpec.of(keys, values))
-            metadata = PagedKVMetadata(pages, step.groups[layer.group])
+            metadata = PagedKVMetadata(self.pages_for(layer, keys, values), step.groups[layer.group])
             self.writer.write(metadata, keys, values)
         except BaseException:
             if not step.done:
@@ -204,31 +188,7 @@ class PagedSession:
     def check(self) -> None:
         with self.lock:
             self._settle()
-            if self.journal.is_open:
-                raise InvariantError("a transaction was left open")
-            holders: list[dict[int, int]] = [{} for _ in self.pools]
-            sharers: dict[int, list[PageTable]] = {}
-            for row in list(self.sequences):
-                for group, table in enumerate(row.tables):
-                    table.check(row.tokens + row.growing, self.pools[group].allocator.capacity)
-                    sharing = sharers.setdefault(id(table), [])
-                    sharing.append(table)
-                    if len(sharing) == 1:
-                        for page in table.live_pages():
-                            holders[group][page] = holders[group].get(page, 0) + 1
-            for sharing in sharers.values():
-                if sharing[0].holders != len(sharing):
-                    raise InvariantError(f"a table has {sharing[0].holders} holders, {len(sharing)} were found")
-            for pool, held in zip(self.pools, holders, strict=True):
-                pool.allocator.check(held)
-                for index, pages in pool.layers.items():
-                    if pages.num_pages != pool.allocator.capacity:
-                        raise InvariantError(f"layer {index} has {pages.num_pages} of {pool.allocator.capacity} pages")
-            reserved = sum(pool.nbytes for pool in self.pools)
-            if reserved != self.budget.reserved or reserved > self.budget.total:
-                raise InvariantError(
-                    f"{reserved} bytes held, {self.budget.reserved} booked, {self.budget.total} allowed"
-                )
+            audit(self)
 
     def close(self) -> None:
         self.closed = True
@@ -243,45 +203,14 @@ class PagedSession:
             for row in list(self.sequences):
                 row.heal()
 
-    def _reserve(
-        self, group: int, rows: Sequence[PagedSequence], query_lens: Sequence[int]
-    ) -> tuple[list[int], list[int]]:
-        """Give every row the pages it needs in one group; returns the pages to copy, from and to."""
-        tables = []
-        sharers: dict[int, int] = {}
-        needed = 0
-        for row, count in zip(rows, query_lens, strict=True):
-            if not count:
-                continue
-            table = row.own(group)
-            table.drop_unreadable(row.tokens)
-            needed += table.pages_to_add(row.tokens + count)
-            tables.append((table, row.tokens, count))
-        for table, tokens, _ in tables:
-            shared = table.tail_shared(tokens)
-            if shared is not None:
-                sharers[shared] = sharers.get(shared, 0) + 1
-        allocator = self.pools[group].allocator
-        # Of the holders of a shared page that write now, the last one may keep it if nobody else holds it.
-        needed += sum(min(writers, allocator.ref_count(page) - 1) for page, writers in sharers.items())
-        fresh = self.pools[group].allocate(needed) if needed else []
-        position = 0
-        sources: list[int] = []
-        targets: list[int] = []
-        for table, tokens, count in tables:
-            if table.tail_shared(tokens) is not None:
-                targets.append(fresh[position])
-                sources.append(table.replace(tokens // table.page_size, fresh[position]))
-                position += 1
-            more = table.pages_to_add(tokens + count)
-            if more:
-                table.append(fresh[position : position + more])
-                position += more
-        assert position == len(fresh)
-        return sources, targets
+    def pages_for(self, layer: PagedLayer, keys: mx.array, values: mx.array) -> LayerPages:
+        """The pages of ``layer``; laid out anew if it writes for the first time or other shapes than the trace saw.
 
-    def _lay_out(self, layer: PagedLayer, spec: LayerSpec) -> LayerPages:
-        """Pages for a layer that writes for the first time, or other shapes than the trace saw (a model changed)."""
+        Raises CacheStateError if the model's shapes changed while pages hold tokens.
+        """
+        if layer.pages is not None and _fits(layer.pages.spec, keys, values):
+            return layer.pages
+        spec = LayerSpec.of(keys, values)
         pool = self.pools[layer.group]
         if layer.pages is not None:
             if any(row.tokens for row in self.sequences) or self.abandoned:
@@ -298,8 +227,15 @@ class PagedSession:
         layer.pages = pages
         return pages
 
-    def _enter_thread(self) -> None:
-        """Arrays that another thread left unevaluated can't be used here: finish them, or say whose they are."""
+    def enter(self) -> None:
+        """Called before pages change hands: frees what was dropped and makes the arrays usable in this thread.
+
+        Raises CacheStateError after detach, or if another thread left a step unevaluated (its arrays can't be used
+        here).
+        """
+        if self.closed:
+            raise CacheStateError("the model was detached from tinykv; make a new prompt cache for it")
+        self.collect_abandoned()
         thread = threading.get_ident()
         if thread == self._thread:
             return
@@ -314,14 +250,15 @@ class PagedSession:
 
 
 @dataclass(frozen=True)
-class HeldTokens:
-    """What one layer has of a saved sequence: spans of K and V ``(1, kv_heads, tokens, head_dim)`` by their end.
+class GroupInfo:
+    """A cache group. ``page_bytes`` is one page over all of its ``layers``; ``page_limit`` what the budget allows."""
 
-    ``first`` is the oldest position of the last span; earlier spans are tokens a size limit keeps.
-    """
-
-    first: int
-    spans: Sequence[tuple[int, mx.array, mx.array]]
+    name: str
+    layers: tuple[int, ...]
+    window: int | None
+    page_bytes: int
+    page_size: int
+    page_limit: int
 
 
 def _fits(spec: LayerSpec, keys: mx.array, values: mx.array) -> bool:

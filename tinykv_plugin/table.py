@@ -25,7 +25,7 @@ class Retention:
 
     def first_needed(self, tokens: int) -> int:
         """The oldest position (after the kept ones) that the token at position ``tokens`` can read."""
-        return 0 if self.window is None else max(0, tokens - self.window + 1)
+        return 0 if self.window is None else max(0, tokens - max(1, self.window - self.keep) + 1)
 
 
 class PageTable:

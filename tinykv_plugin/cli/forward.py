@@ -1,0 +1,126 @@
+"""``tinykv generate``, ``chat``, ``server`` …: a command of mlx-lm with paged caches and otherwise as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+from ..config import KVCacheConfig
+from .console import console, log_to_stderr
+from .failures import UsageError
+from .flags import flags_help, take_kv_flags
+from .mlx_lm_commands import WITH_MAX_KV_SIZE, MlxLmCommand
+from .models import DENSE, AttachedModels
+from .patches import arguments
+from .prompt_files import paged_prompt_files
+from .stats import print_reports
+
+MAX_KV_SIZE = "--max-kv-size"
+SHORTEST_MAX_KV_SIZE = "--max-k"
+
+
+def forward(command: MlxLmCommand, argv: Sequence[str]) -> int:
+    """Run mlx-lm's ``command`` with ``argv`` (without its name). SystemExit of its argument parser passes through."""
+    fields, rest = take_kv_flags(argv)
+    if not command.keeps_kv:
+        if fields:
+            raise UsageError(f"{command.name} uses no KV cache, so it takes no --kv- flags")
+        _call(command, rest)
+        return 0
+    if asks_for_help(rest):
+        return _help(command, rest)
+    config, rest = _configuration(command, fields, rest)
+    _refuse_quantized_pages(config, rest)
+    with log_to_stderr(verbose=config.verbose):
+        check_plugins(config)
+        with AttachedModels(config) as models, paged_prompt_files(models):
+            try:
+                _call(command, rest)
+            finally:
+                if config.stats:
+                    print_reports(console(stderr=True), models.reports())
+    return 0
+
+
+def _configuration(
+    command: MlxLmCommand, fields: Mapping[str, str | bool], rest: list[str]
+) -> tuple[KVCacheConfig, list[str]]:
+    """The settings, and the arguments for mlx-lm.
+
+    mlx-lm's own ``--max-kv-size`` is a flag of ours too. If ours is given as well, it counts and mlx-lm's is taken out:
+    it would be what a cache is asked for.
+    """
+    config = KVCacheConfig(**fields)
+    if command.name not in WITH_MAX_KV_SIZE or config.cache == DENSE:
+        return config, rest
+    size, without = take_max_kv_size(rest)
+    if size is None:
+        return config, rest
+    if "max_kv_size" in fields:
+        return config, without
+    return KVCacheConfig(**fields, max_kv_size=size), rest
+
+
+def check_plugins(config: KVCacheConfig) -> None:
+    """Raise now, not when a model is loaded (the server does that in a thread of its own), if a name is not known."""
+    from ..manager import default_manager
+
+    manager = default_manager()
+    manager.provider(config.cache)
+    manager.backends(config.attention)
+
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+    """Whether mlx-lm's parser will print its help for ``argv``, abbreviations included."""
+    options = argv[: argv.index("--")] if "--" in argv else argv
+    return any(argument == "-h" or (len(argument) >= 3 and "--help".startswith(argument)) for argument in options)
+
+
+def take_max_kv_size(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of mlx-lm's ``--max-kv-size``, which argparse lets be shortened, and ``argv`` without it.
+
+    None, and all of ``argv``, if it isn't there or isn't a number, which is mlx-lm's to report.
+    """
+    found = None
+    others: list[str] = []
+    remaining = list(argv)
+    while remaining:
+        argument = remaining.pop(0)
+        name, equals, value = argument.partition("=")
+        if argument == "--":
+            others += [argument, *remaining]
+            break
+        if not (MAX_KV_SIZE.startswith(name) and len(name) >= len(SHORTEST_MAX_KV_SIZE)):
+            others.append(argument)
+            continue
+        found = value if equals else "".join(remaining[:1])
+        if not found.isdecimal():
+            return None, list(argv)
+        if not equals:
+            remaining.pop(0)
+    return found, others
+
+
+def _refuse_quantized_pages(config: KVCacheConfig, argv: Sequence[str]) -> None:
+    # mlx-lm quantizes only caches that have a method for it; paged ones have none, so it would do nothing, silently.
+    if config.cache == "paged" and any(argument.partition("=")[0] == "--kv-bits" for argument in argv):
+        raise UsageError(
+            "--kv-bits: quantized pages are not supported; use --kv-cache dense for mlx-lm's own quantized cache"
+        )
+
+
+def _help(command: MlxLmCommand, argv: Sequence[str]) -> int:
+    try:
+        _call(command, argv)
+    except SystemExit as exit_:
+        if exit_.code not in (0, None):
+            raise
+    print(f"\n{flags_help()}", end="")
+    return 0
+
+
+def _call(command: MlxLmCommand, argv: Sequence[str]) -> None:
+    main = cast("Callable[[], object]", command.load())
+    # argparse shows the base name of the first argument as the program.
+    with arguments([f"tinykv {command.name}", *argv]):
+        main()

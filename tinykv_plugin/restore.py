@@ -1,0 +1,52 @@
+"""Filling an empty sequence with K/V that were computed before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from .metadata import PagedKVMetadata
+from .step import GroupStep
+
+if TYPE_CHECKING:
+    from .sequence import PagedSequence
+    from .session import PagedSession
+
+
+@dataclass(frozen=True)
+class HeldTokens:
+    """What one layer has of a saved sequence: spans of K and V ``(1, kv_heads, tokens, head_dim)`` by their end.
+
+    ``first`` is the oldest position of the last span; earlier spans are tokens a size limit keeps.
+    """
+
+    first: int
+    spans: Sequence[tuple[int, mx.array, mx.array]]
+
+
+def fill(session: PagedSession, row: PagedSequence, tokens: int, held: Mapping[int, HeldTokens]) -> None:
+    """Load an empty sequence with ``tokens`` tokens; ``held`` has for each layer those that it still needs.
+
+    The session's lock is held. Raises OutOfPagesError or PoolGrowthError with the sequence still empty.
+    """
+    session.enter()
+    savepoint = session.journal.savepoint()
+    try:
+        for group, (pool, table) in enumerate(zip(session.pools, row.tables, strict=True)):
+            floor = max(held[layer.index].first for layer in session.layers if layer.group == group)
+            table.open_at(floor, tokens, pool.allocate(table.pages_from(floor, tokens)))
+        for layer in session.layers:
+            for stop, keys, values in held[layer.index].spans:
+                count = keys.shape[2]
+                step = GroupStep([row.tables[layer.group]], [stop], [count], count)
+                pages = session.pages_for(layer, keys, values)
+                session.writer.write(PagedKVMetadata(pages, step), keys, values)
+    except BaseException:
+        session.journal.rollback(savepoint)
+        raise
+    session.journal.commit(savepoint)
+    row.tokens = tokens
+    row.version += 1
