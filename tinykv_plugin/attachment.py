@@ -68,7 +68,7 @@ class Attachment:
             self._previous = vars(model).get(_HOOK, _MISSING)
             object.__setattr__(model, _HOOK, self._make_cache)
             for module in self._modules:
-                dispatch.install(module)
+                dispatch.install(module, self)
             _live.add(self)
 
     @property
@@ -129,7 +129,7 @@ class Attachment:
                     if other.model is self.model and other._previous is self._make_cache:
                         other._previous = self._previous
             for module in self._modules:
-                dispatch.remove(module)
+                dispatch.remove(module, self)
             if self._session is not None:
                 self._session.close()
             _live.discard(self)
@@ -154,6 +154,12 @@ def live_attachments() -> list[Attachment]:
     """The attachments of this process that were not detached."""
     with _lock:
         return list(_live)
+
+
+def attachment_of(model: Any) -> Attachment | None:
+    """The attachment whose caches ``model`` makes now."""
+    owner = getattr(vars(model).get(_HOOK), "__self__", None)
+    return owner if isinstance(owner, Attachment) else None
 
 
 def _asked_max_kv_size() -> int | None:

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from .errors import CacheStateError
+from .layout import leaves
 from .masks import prior_tokens, row_masks
 from .metadata import PagedKV, PagedMask
 from .sequence import BROKEN_OFF, PagedSequence
@@ -180,6 +181,14 @@ class BatchPagedKVCache:
     def _heal(self) -> None:
         for row in self._rows:
             row.heal()
+
+
+def rows_of(caches: Sequence[Any]) -> list[PagedSequence] | None:
+    """The requests in a batch's list of caches, in order; None if no layer of the model is paged."""
+    for leaf in leaves(caches):
+        if isinstance(leaf, BatchPagedKVCache):
+            return leaf._rows
+    return None
 
 
 def _same_retention(layer: PagedLayer, rows: Sequence[PagedSequence]) -> None:

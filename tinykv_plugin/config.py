@@ -6,7 +6,7 @@ import os
 import re
 import reprlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Le
 from pydantic import Field, ValidationError, field_validator
@@ -88,6 +88,13 @@ class KVCacheConfig(BaseSettings):
         strict=True,
         description="Tokens that layers with a window keep beyond it, so that drafts can be taken back (trim).",
     )
+    on_full: Literal["preempt", "wait", "error"] = Field(
+        default="preempt",
+        description=(
+            "What a batch does when its rows outgrow the budget: preempt the youngest and compute it again later, "
+            "wait (admit a request only if its longest possible answer fits), or fail the row with an error."
+        ),
+    )
     stats: bool = Field(default=False, description="Print a table of pages, bytes and waste after a command.")
     verbose: bool = Field(default=False, description="Log decisions (plan, backend, growth) to standard error.")
 
@@ -142,6 +149,8 @@ def allowed(name: str) -> str:
     if name == "memory":
         return "a size such as 4GiB or 500MB, a whole number of bytes, or a fraction above 0 and below 1"
     field = KVCacheConfig.model_fields[name]
+    if get_origin(field.annotation) is Literal:
+        return f"one of {', '.join(get_args(field.annotation))}"
     if field.annotation is bool:
         return "true or false"
     if field.annotation is str:

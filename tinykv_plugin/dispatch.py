@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -14,28 +15,27 @@ from .metadata import PagedKV
 NAME = "scaled_dot_product_attention"
 
 _lock = threading.Lock()
-# Module to (its own function, our dispatcher, how many attachments want it).
-_installed: dict[ModuleType, tuple[Callable[..., Any], Callable[..., Any], int]] = {}
+# Module to (its own function, our dispatcher, who wants it). Users are held weakly: a model may be dropped attached.
+_installed: dict[ModuleType, tuple[Callable[..., Any], Callable[..., Any], weakref.WeakSet[Any]]] = {}
 
 
-def install(module: ModuleType) -> None:
-    """Replace the global name in ``module`` by a dispatcher; counts, so every install needs one :func:`remove`."""
+def install(module: ModuleType, user: Any) -> None:
+    """Replace the global name in ``module`` by a dispatcher, until ``user`` and all others call :func:`remove`."""
     with _lock:
-        if module in _installed:
-            original, dispatcher, count = _installed[module]
-        else:
-            original, count = getattr(module, NAME), 0
+        if module not in _installed:
+            original = getattr(module, NAME)
             dispatcher = _dispatcher(original)
             setattr(module, NAME, dispatcher)
-        _installed[module] = (original, dispatcher, count + 1)
+            _installed[module] = (original, dispatcher, weakref.WeakSet())
+        _installed[module][2].add(user)
 
 
-def remove(module: ModuleType) -> None:
-    """Undo one :func:`install`; the last one restores the module, unless somebody replaced our function since."""
+def remove(module: ModuleType, user: Any) -> None:
+    """Undo the :func:`install` of ``user``; the last one restores the module, unless somebody replaced it since."""
     with _lock:
-        original, dispatcher, count = _installed[module]
-        if count > 1:
-            _installed[module] = (original, dispatcher, count - 1)
+        original, dispatcher, users = _installed[module]
+        users.discard(user)
+        if users:
             return
         del _installed[module]
         if getattr(module, NAME) is dispatcher:

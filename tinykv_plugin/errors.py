@@ -76,6 +76,23 @@ class OutOfPagesError(TinyKVError, MemoryError):
         self.setting = setting
 
 
+class RequestTooLargeError(TinyKVError, ValueError):
+    """A request can't fit into the page budget even when it runs alone; it was refused before any computing."""
+
+    def __init__(self, tokens: int, pages: int, need: int, budget: int, setting: str, limit: int | None = None) -> None:
+        flag = f"--kv-max-pages {pages}" if setting == "max_pages" else f"--kv-memory {need}"
+        total = f"{limit} pages" if setting == "max_pages" else format_bytes(budget)
+        super().__init__(
+            f"the request can reach {tokens} tokens and needs {pages} pages ({format_bytes(need)}) of {total} "
+            f"({setting}): {flag} would fit, or a shorter prompt or smaller max_tokens"
+        )
+        self.tokens = tokens
+        self.pages = pages
+        self.need = need
+        self.budget = budget
+        self.setting = setting
+
+
 class PoolGrowthError(TinyKVError, MemoryError):
     """The system could not give the memory for more pages, although the budget allows them.
 

@@ -47,9 +47,8 @@ class GatherBackend:
                 mx.eval(new)
                 setattr(pages, side, new)
             elif old.shape[0] != num_pages:
-                kept = mx.pad(old, [(0, num_pages - old.shape[0]), (0, 0), (0, 0), (0, 0)])
-                if num_pages < old.shape[0]:
-                    kept = mx.take(old, mx.arange(num_pages), axis=0)
+                more = num_pages - old.shape[0]
+                kept = mx.pad(old, [(0, more)] + 3 * [(0, 0)]) if more > 0 else old[mx.arange(num_pages)]
                 mx.eval(kept)
                 setattr(pages, side, kept)
 
@@ -71,9 +70,11 @@ class GatherBackend:
     def copy_pages(self, pages: LayerPages, sources: Sequence[int], targets: Sequence[int]) -> None:
         if pages.keys is None or pages.values is None:
             return
-        for source, target in zip(sources, targets, strict=True):
-            pages.keys[target] = pages.keys[source]
-            pages.values[target] = pages.values[source]
+        # Read before the write is made: mlx copies a whole pool that it writes to while a read of it is pending.
+        keys, values = pages.keys[int32(sources)], pages.values[int32(sources)]
+        mx.eval(keys, values)
+        pages.keys[int32(targets)] = keys
+        pages.values[int32(targets)] = values
 
     def attend(
         self,

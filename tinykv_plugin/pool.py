@@ -61,7 +61,7 @@ class PagePool:
         self.peak_used = 0
         self._backend = backend
         self._budget = budget
-        self._max_pages = max_pages
+        self.max_pages = max_pages
         self._emit = emit
 
     @property
@@ -78,7 +78,7 @@ class PagePool:
     def limit(self) -> int:
         """Most pages this pool may come to have, given what other pools have taken."""
         limit = self.allocator.capacity + max(0, self._budget.left) // max(1, self.page_bytes)
-        return limit if self._max_pages is None else min(limit, self._max_pages)
+        return limit if self.max_pages is None else min(limit, self.max_pages)
 
     def add_layer(self, index: int, pages: LayerPages) -> None:
         """Give a layer met for the first time its pages, as many as the others have.
@@ -118,7 +118,7 @@ class PagePool:
         limit = self.limit
         wanted = allocator.used + count
         if wanted > limit:
-            by_pages = limit == self._max_pages
+            by_pages = limit == self.max_pages
             raise OutOfPagesError(
                 count,
                 limit - allocator.used,

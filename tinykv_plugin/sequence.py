@@ -62,6 +62,12 @@ class PagedSequence:
             tokens += self.growing
         return tokens - self.trims.get(bit, 0) if self.trims else tokens
 
+    @property
+    def max_kv_size(self) -> int | None:
+        """The size limit this request was made with."""
+        limits = [table.retention.window for table in self.tables if table.retention.keep]
+        return limits[0] if limits else None
+
     def heal(self) -> None:
         """Bring all layers to the same length after a pass or a trim that reached only some of them.
 

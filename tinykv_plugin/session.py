@@ -68,6 +68,16 @@ class PagedSession:
         return self._plan.lines
 
     @property
+    def max_pages(self) -> int | None:
+        """The setting: most pages in a cache group."""
+        return self._context.config.max_pages
+
+    @property
+    def rewind(self) -> int:
+        """The setting: tokens kept behind a window."""
+        return self._context.config.rewind
+
+    @property
     def groups(self) -> Sequence[GroupInfo]:
         """The cache groups: which layers share page ids, what a page of theirs takes, how many the budget allows."""
         return [
@@ -88,14 +98,13 @@ class PagedSession:
                 "max_kv_size",
                 f"{max_kv_size} is not allowed: more than the {KEPT_TOKENS} tokens always kept are needed",
             )
-        rewind = self._context.config.rewind
-        limited = Retention(max_kv_size, KEPT_TOKENS, rewind) if max_kv_size else Retention()
+        limited = Retention(max_kv_size, KEPT_TOKENS, self.rewind) if max_kv_size else Retention()
         tables = [
             PageTable(
                 pool.allocator,
                 self.journal,
                 pool.page_size,
-                limited if window is None else Retention(window, 0, rewind),
+                limited if window is None else Retention(window, 0, self.rewind),
             )
             for pool, window in zip(self.pools, self._plan.groups.values(), strict=True)
         ]
@@ -179,6 +188,11 @@ class PagedSession:
             freed = sum(table.release() for table in tables)
             if freed:
                 self._context.emit("tinykv_request_freed", RequestFreed(tokens, freed))
+
+    def collect(self) -> None:
+        """Free what was dropped."""
+        with self.lock:
+            self.collect_abandoned()
 
     def stats(self) -> PoolStats:
         with self.lock:
