@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mlx_lm.models import cache as mlx_cache
+
 from .hookspecs import hookimpl
 from .protocols import AttachContext, CacheProvider, CacheSession, LayerPlan
+from .session import KEPT_TOKENS
 from .stats import PoolStats
 
 
@@ -22,7 +25,11 @@ class DenseSession:
         return [LayerPlan(index, "dense", "dense", "mlx-lm", reason) for index in range(len(self._context.own_cache()))]
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
-        return self._context.own_cache()
+        own = self._context.own_cache()
+        if max_kv_size is None:
+            return own
+        limited = mlx_cache.RotatingKVCache
+        return [limited(max_kv_size, keep=KEPT_TOKENS) if type(cache) is mlx_cache.KVCache else cache for cache in own]
 
     def stats(self) -> PoolStats:
         """All zero: there is no pool."""

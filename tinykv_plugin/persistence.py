@@ -133,6 +133,10 @@ def _held(leaf: Any, target: PagedKVCache, index: int, source: object) -> HeldTo
             return HeldTokens(0, [])
         keys, values = leaf.keys_and_values()
         return HeldTokens(0, [(leaf.offset, keys, values)])
+    if type(leaf) is mlx_cache.QuantizedKVCache:
+        raise PromptCacheFileError(
+            source, "holds quantized K/V (mlx-lm's --kv-bits), which pages can't take; load it with --kv-cache dense"
+        )
     if type(leaf) is not mlx_cache.RotatingKVCache or leaf.max_size != window:
         raise PromptCacheFileError(
             source,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from . import layout
 from .layer import PagedLayer
 from .protocols import AttachContext, AttentionBackend, LayerChoice, LayerPlan
 from .trace import trace
+
+log = logging.getLogger("tinykv")
 
 
 class CachePlan:
@@ -55,7 +58,14 @@ def make_plan(context: AttachContext) -> CachePlan:
         layer.backends = context.backends
         layers.append(layer)
         lines[index] = layer.describe(seen.request)
-    return CachePlan(layers, groups, _by_entry(own, lines), _writer(context, list(lines.values())))
+    plan = CachePlan(layers, groups, _by_entry(own, lines), _writer(context, list(lines.values())))
+    for line in plan.lines:
+        log.info("layer %d: %s, %s by %s%s", line.layer, line.kind, line.attention, line.backend, _because(line.reason))
+    return plan
+
+
+def _because(reason: str) -> str:
+    return f" ({reason})" if reason else ""
 
 
 def _writer(context: AttachContext, lines: Sequence[LayerPlan]) -> AttentionBackend:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -12,6 +13,9 @@ from .hookspecs import PoolGrown
 from .journal import Journal
 from .pages import LayerPages
 from .protocols import AttentionBackend
+from .units import format_bytes
+
+log = logging.getLogger("tinykv")
 
 START_TOKENS = 256
 GROWTH = 1.5
@@ -134,6 +138,7 @@ class PagePool:
         allocator.resize(new)
         self._budget.reserve((new - old) * self.page_bytes)
         self.growths += 1
+        log.info("pool %r: %d pages, %d before (%s reserved)", self.name, new, old, format_bytes(self.nbytes))
         self._emit("tinykv_pool_grown", PoolGrown(self.name, old, new, self.nbytes))
 
     def _resize_all(self, layers: dict[int, LayerPages], old: int, new: int) -> None:

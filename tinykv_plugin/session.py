@@ -44,6 +44,9 @@ class PagedSession:
         self.sequences: weakref.WeakSet[PagedSequence] = weakref.WeakSet()
         # Tables of requests that are gone, put here by their finalizer; see collect_abandoned().
         self.abandoned: deque[tuple[list[PageTable], int]] = deque()
+        # Of requests that are gone: slots their pages had when they ended, and those that held a token.
+        self.freed_slots = 0
+        self.freed_filled = 0
         self.cow_copies = 0
         self.evictions = 0
         self.closed = False
@@ -185,6 +188,9 @@ class PagedSession:
         """Free the pages of requests whose caches are gone."""
         while self.abandoned:
             tables, tokens = self.abandoned.popleft()
+            if tokens:
+                self.freed_slots += sum(len(table.live_pages()) * table.page_size for table in tables)
+                self.freed_filled += sum(table.filled_slots(tokens) for table in tables)
             freed = sum(table.release() for table in tables)
             if freed:
                 self._context.emit("tinykv_request_freed", RequestFreed(tokens, freed))

@@ -16,7 +16,8 @@ class PoolStats:
     ``pages_total`` is what the budget allows, ``pages_used`` what requests hold, ``pages_cached`` what only the prefix
     cache holds, ``pages_free`` the rest; ``pages_shared`` are held by more than one request. ``bytes_reserved`` is the
     size of the arrays, ``bytes_used`` the part of it in used pages. ``tokens`` counts each request's tokens,
-    ``slots_filled`` the page slots that hold one (shared ones once). The rest are counts since attach:
+    ``slots_filled`` the page slots that hold one (shared ones once), of ``slots_used``; ``freed_slots`` and
+    ``freed_filled`` add those of requests that have ended, as they were at their end. The rest are counts since attach:
     ``growths`` of pools, ``cow_copies`` of pages on write, ``evictions`` of cached pages.
     """
 
@@ -32,6 +33,8 @@ class PoolStats:
     tokens: int = 0
     slots_used: int = 0
     slots_filled: int = 0
+    freed_slots: int = 0
+    freed_filled: int = 0
     peak_pages_used: int = 0
     peak_bytes_reserved: int = 0
     growths: int = 0
@@ -40,8 +43,11 @@ class PoolStats:
 
     @property
     def waste(self) -> float:
-        """Share of the used pages' slots that hold no token, 0 to 1."""
-        return 1 - self.slots_filled / self.slots_used if self.slots_used else 0.0
+        """Share of the used pages' slots that hold no token, 0 to 1; with no page in use, that of ended requests."""
+        filled, slots = (
+            (self.slots_filled, self.slots_used) if self.slots_used else (self.freed_filled, self.freed_slots)
+        )
+        return 1 - filled / slots if slots else 0.0
 
 
 def collect(session: PagedSession) -> PoolStats:
@@ -79,6 +85,8 @@ def collect(session: PagedSession) -> PoolStats:
         tokens=sum(row.tokens for row in rows),
         slots_used=slots_used,
         slots_filled=slots_filled,
+        freed_slots=session.freed_slots,
+        freed_filled=session.freed_filled,
         peak_pages_used=sum(pool.peak_used for pool in session.pools),
         peak_bytes_reserved=session.budget.peak,
         growths=sum(pool.growths for pool in session.pools),

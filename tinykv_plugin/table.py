@@ -65,6 +65,11 @@ class PageTable:
         """The page ids this table holds."""
         return [page for page in self.pages if page >= 0] if self.dropped else self.pages
 
+    def filled_slots(self, tokens: int) -> int:
+        """Slots of the held pages that hold one of ``tokens`` tokens."""
+        dropped = max(0, self.dropped - self.kept_pages) * self.page_size
+        return tokens - min(tokens, dropped)
+
     def owned(self) -> PageTable:
         """This table if one sequence holds it, else a copy for the caller, who gives up its share of this one."""
         if self.holders == 1:

@@ -30,7 +30,7 @@ def stats_table(report: ModelReport) -> Table:
     table.add_row("pages", f"{stats.pages_used} used of {stats.pages_total} (peak {stats.peak_pages_used})")
     table.add_row("bytes", f"{format_bytes(stats.bytes_reserved)} reserved, {format_bytes(stats.bytes_used)} used")
     table.add_row(
-        "waste", f"{stats.waste:.1%} of the used slots hold no token" if stats.slots_used else "no page is in use"
+        "waste", f"{stats.waste:.1%} of the slots in {'used' if stats.slots_used else 'freed'} pages held no token"
     )
     table.add_row("growths", str(stats.growths))
     table.add_row("copy-on-write copies", str(stats.cow_copies))
