@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from mlx_lm.models import cache as mlx_cache
 from . import layout
 from .cache import PagedKVCache
 from .errors import CacheStateError, PromptCacheFileError
+from .pages import LayerSpec
 from .restore import HeldTokens, fill
 from .session import KEPT_TOKENS, PagedSession
 
@@ -35,14 +35,13 @@ def save_prompt_cache(file_name: str | os.PathLike[str], cache: Sequence[Any], m
     path = Path(file_name)
     # mlx appends the suffix to a name without it, so the temporary name carries it too.
     final = path if path.suffix == ".safetensors" else path.with_name(path.name + ".safetensors")
-    handle, temporary = tempfile.mkstemp(prefix=f".{final.stem}-", suffix=".safetensors", dir=final.parent or ".")
-    os.close(handle)
+    temporary = final.with_name(f".{final.stem}-{secrets.token_hex(8)}.safetensors")
+    temporary.open("xb").close()  # with the permissions that stock's file would have
     try:
-        mlx_cache.save_prompt_cache(temporary, dense, metadata)
+        mlx_cache.save_prompt_cache(os.fspath(temporary), dense, metadata)
         os.replace(temporary, final)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -127,7 +126,11 @@ def _dense(leaf: PagedKVCache) -> Any:
 
 def _held(leaf: Any, target: PagedKVCache, index: int, source: object) -> HeldTokens:
     """The tokens of an mlx-lm cache, as a paged layer takes them."""
-    window = target.window
+    window, spec = target.window, target._layer.spec
+    if getattr(leaf, "keys", None) is not None and spec is not None and spec != LayerSpec.of(leaf.keys, leaf.values):
+        raise PromptCacheFileError(
+            source, f"layer {index} holds {LayerSpec.of(leaf.keys, leaf.values)}, the model writes {spec}"
+        )
     if type(leaf) is mlx_cache.KVCache:
         if leaf.keys is None:
             return HeldTokens(0, [])

@@ -148,8 +148,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
     def _decode(self) -> list[Any]:
         """One token for every row that has its prompt behind it."""
         out: list[Any] = []
-        self._ensure_room(lambda: self._generation_batch, lambda: 1, out)
-        if not len(self._generation_batch):
+        if not self._ensure_room(lambda: self._generation_batch, lambda: 1, out) or not len(self._generation_batch):
             return out
         rows = list(self._generation_batch.uids)
         try:
