@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import hookspecs
     from .attachment import Attachment, attach
+    from .batching.batch_generate import batch_generate
+    from .batching.generator import PagedBatchGenerator
     from .config import KVCacheConfig
     from .errors import (
         CacheStateError,
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
         PluginError,
         PoolGrowthError,
         PromptCacheFileError,
+        RequestTooLargeError,
         TinyKVError,
     )
     from .hookspecs import hookimpl
@@ -31,6 +34,8 @@ __version__ = "0.1.0"
 _HOME = {
     "Attachment": "attachment",
     "attach": "attachment",
+    "batch_generate": "batching.batch_generate",
+    "PagedBatchGenerator": "batching.generator",
     "KVCacheConfig": "config",
     "CacheStateError": "errors",
     "ConfigError": "errors",
@@ -39,6 +44,7 @@ _HOME = {
     "PluginError": "errors",
     "PoolGrowthError": "errors",
     "PromptCacheFileError": "errors",
+    "RequestTooLargeError": "errors",
     "TinyKVError": "errors",
     "hookimpl": "hookspecs",
     "load_prompt_cache": "persistence",
@@ -53,12 +59,15 @@ __all__ = [
     "InvariantError",
     "KVCacheConfig",
     "OutOfPagesError",
+    "PagedBatchGenerator",
     "PluginError",
     "PoolGrowthError",
     "PoolStats",
     "PromptCacheFileError",
+    "RequestTooLargeError",
     "TinyKVError",
     "attach",
+    "batch_generate",
     "hookimpl",
     "hookspecs",
     "load_prompt_cache",

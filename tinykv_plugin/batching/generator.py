@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
     """
 
     def __init__(self, model: Any, *, reclaim: Callable[[], bool] | None = None, **options: Any) -> None:
+        self._offers = Offers()
+        self._old_wired_limit = None  # for mlx-lm's __del__, should this raise
         kv = attachment_of(model)
         session = kv.session if kv is not None else None
         if kv is None or not isinstance(session, PagedSession):
@@ -68,7 +71,6 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         # Preempted rows: their place in the stop automaton and the number of tokens they have returned.
         self._resumed: dict[int, tuple[Any, int]] = {}
         self._reported: dict[int, Exception] = {}
-        self._offers = Offers()
 
     # mlx-lm's own state, typed here: waiting requests as tuples; [segments, done, total] of those in the prompt batch.
     _unprocessed_sequences: deque[Any]
@@ -118,7 +120,13 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                 _, generated = self._next()
                 if generated:
                     return generated
+        self._offers.withdraw()
         return []
+
+    def close(self) -> None:
+        """Give up the caches on offer; as mlx-lm's otherwise."""
+        self._offers.withdraw()
+        super().close()
 
     @property
     def busy(self) -> bool:
@@ -373,7 +381,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
     def _fail(self, uids: Sequence[int], error: Exception, out: list[Any]) -> None:
         """End requests with an error; their pages go back."""
         if not isinstance(error, TinyKVError):
-            log.error("requests %s failed", list(uids), exc_info=error)
+            log.error("requests %s failed: %s", list(uids), "".join(traceback.format_exception(error)))
         # The traceback's frames hold the batch, and with it the pages, for as long as somebody keeps the error.
         error.__traceback__ = error.__context__ = None
         self.counts.failed += len(uids)
