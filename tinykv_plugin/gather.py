@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 
+from .columns import Buckets, buckets_of, column_count, join, page_columns, spans_of, token_columns
 from .hookspecs import hookimpl
 from .masks import causal_array, prior_tokens, row_masks
 from .metadata import PagedKVMetadata, PagedMask, int32
+from .step import GroupStep
 
 if TYPE_CHECKING:
     from .pages import LayerPages
     from .protocols import AttentionBackend, AttentionRequest
-    from .step import GroupStep
-
-# A row of at most this many runs of consecutive pages is joined run by run, which copies each token once.
-MAX_RUNS = 8
 
 
 class GatherBackend:
@@ -85,19 +82,47 @@ class GatherBackend:
         mask: mx.array | str | PagedMask | None,
         sinks: mx.array | None,
     ) -> mx.array:
+        step = metadata.step
+        if not step.alone:
+            buckets = step.cached("buckets", lambda: buckets_of(step))
+            if len(buckets.parts) > 1:
+                return self._attend_buckets(queries, metadata, buckets, scale, mask, sinks)
         keys, values = self.dense(metadata)
         return mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=scale, mask=_array_mask(metadata.step, mask), sinks=sinks
+            queries, keys, values, scale=scale, mask=_array_mask(step, mask), sinks=sinks
         )
 
     def dense(self, metadata: PagedKVMetadata) -> tuple[mx.array, mx.array]:
         step = metadata.step
         keys, values = metadata.pages.readable()
         if step.alone:
-            spans = step.cached("spans", lambda: _spans(step))
-            return _join(keys, spans), _join(values, spans)
-        index, valid = step.cached("columns", lambda: _columns(step))
-        return _columns_of(keys, index, valid), _columns_of(values, index, valid)
+            spans = step.cached("spans", lambda: spans_of(step))
+            return join(keys, spans), join(values, spans)
+        columns = step.cached("columns", lambda: page_columns(step) if step.window is None else token_columns(step))
+        return columns.of(keys), columns.of(values)
+
+    def _attend_buckets(
+        self,
+        queries: mx.array,
+        metadata: PagedKVMetadata,
+        buckets: Buckets,
+        scale: float,
+        mask: mx.array | str | PagedMask | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        outputs = []
+        for rows, part in buckets.parts:
+            part_mask = mask
+            if isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[0] == queries.shape[0]:
+                part_mask = mask[rows]
+            if isinstance(part_mask, mx.array):
+                part_mask = part_mask[..., : column_count(part)]
+            outputs.append(
+                self.attend(
+                    queries[rows], PagedKVMetadata(metadata.pages, part), scale=scale, mask=part_mask, sinks=sinks
+                )
+            )
+        return mx.concatenate(outputs)[buckets.order]
 
 
 def _one_slot(step: GroupStep) -> tuple[int, int]:
@@ -122,84 +147,6 @@ def _by_token(tensor: mx.array, tokens: mx.array | None) -> mx.array:
     batch, heads, width, dim = tensor.shape
     flat = tensor.transpose(0, 2, 1, 3).reshape(batch * width, heads, dim)
     return flat if tokens is None else flat[tokens]
-
-
-def _visible(step: GroupStep, row: int) -> list[tuple[int, int]]:
-    """The positions a row's queries may see, as ascending (start, stop) spans: kept tokens and newest ones."""
-    context = step.context_lens[row]
-    start = context - step.query_lens[row]
-    prior = prior_tokens(start, step.window)
-    kept = min(step.keep, prior)
-    newest = start - prior + kept
-    return [(newest - kept, context)] if newest == kept else [(0, kept), (newest, context)]
-
-
-Span = tuple[list[tuple[int, int]] | mx.array, int, int]
-
-
-def _spans(step: GroupStep) -> list[Span]:
-    """For each span of row 0: its pages (runs of consecutive ids, or an index array), tokens to skip, tokens."""
-    found: list[Span] = []
-    size = step.page_size
-    for start, stop in _visible(step, 0):
-        if start == stop:
-            continue
-        ids = step.tables[0].pages[start // size : -(-stop // size)]
-        runs = _runs(ids)
-        pages = runs if len(runs) <= MAX_RUNS else int32(ids)
-        found.append((pages, start % size, stop - start))
-    return found
-
-
-def _runs(ids: list[int]) -> list[tuple[int, int]]:
-    """Runs of consecutive page ids as (start, stop); gives up once there are more than MAX_RUNS."""
-    cuts = np.flatnonzero(np.diff(np.asarray(ids)) != 1) + 1
-    if len(cuts) >= MAX_RUNS:
-        return [(0, 0)] * (MAX_RUNS + 1)
-    bounds = [0, *cuts.tolist(), len(ids)]
-    return [(ids[a], ids[b - 1] + 1) for a, b in itertools.pairwise(bounds)]
-
-
-def _join(pages: mx.array, spans: list[Span]) -> mx.array:
-    """The spans' tokens as ``(1, heads, tokens, dim)``."""
-    parts = []
-    for which, skip, count in spans:
-        if isinstance(which, list):
-            runs = [pages[start:stop].transpose(1, 0, 2, 3) for start, stop in which]
-            joined = runs[0] if len(runs) == 1 else mx.concatenate(runs, axis=1)
-        else:
-            joined = pages[which].transpose(1, 0, 2, 3)
-        heads, ids, size, dim = joined.shape
-        parts.append(joined.reshape(1, heads, ids * size, dim)[:, :, skip : skip + count])
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
-
-
-def _columns(step: GroupStep) -> tuple[tuple[mx.array, mx.array], mx.array | None]:
-    """(page id, slot) of every column of every row ``(batch, columns)``, and which hold a token (None: all)."""
-    size = step.page_size
-    rows = [
-        np.concatenate([np.arange(start, stop) for start, stop in _visible(step, row)])
-        for row in range(len(step.tables))
-    ]
-    columns = max(1, max(len(row) for row in rows))
-    page_ids = np.zeros((len(rows), columns), dtype=np.int32)
-    slots = np.zeros_like(page_ids)
-    valid = np.zeros((len(rows), 1, columns, 1), dtype=bool)
-    for index, (row, table) in enumerate(zip(rows, step.tables, strict=True)):
-        page_ids[index, : len(row)] = np.asarray(table.pages, dtype=np.int32)[row // size]
-        slots[index, : len(row)] = row % size
-        valid[index, 0, : len(row)] = True
-    return (int32(page_ids), int32(slots)), None if valid.all() else mx.array(valid)
-
-
-def _columns_of(pages: mx.array, index: tuple[mx.array, mx.array], valid: mx.array | None) -> mx.array:
-    """Gathered columns ``(batch, heads, columns, dim)``; those without a token are zeros.
-
-    Zeroed and not only masked: a slot that holds NaN from another request would survive a mask as 0 x NaN.
-    """
-    page_ids, slots = index
-    gathered = pages[page_ids, :, slots].transpose(0, 2, 1, 3)
-    return gathered if valid is None else mx.where(valid, gathered, mx.array(0, dtype=pages.dtype))
 
 
 def _array_mask(step: GroupStep, mask: mx.array | str | PagedMask | None) -> mx.array | str | None:

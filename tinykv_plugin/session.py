@@ -154,6 +154,8 @@ class PagedSession:
     def write(self, layer: PagedLayer, step: Step, keys: mx.array, values: mx.array) -> PagedKVMetadata:
         """Put a layer's new tokens into the pages of ``step``. A step nobody wrote in is taken back on failure."""
         try:
+            if threading.get_ident() != self._thread:
+                self.enter()  # another thread was here since the step began
             metadata = PagedKVMetadata(self.pages_for(layer, keys, values), step.groups[layer.group])
             self.writer.write(metadata, keys, values)
         except BaseException:

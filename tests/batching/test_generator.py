@@ -10,10 +10,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
-
-import tinykv_plugin as tinykv
 from models import greedy as solo
 from models import make as make_model
+
+import tinykv_plugin as tinykv
 from tinykv_plugin.batching.generator import PagedBatchGenerator
 
 ARCHITECTURES = ["llama", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_next", "falcon_h1", "phi"]
