@@ -28,9 +28,11 @@ class PagedSequence:
         "__weakref__",
         "_forked_at",
         "_forks",
+        "batch",
         "growing",
         "layers",
         "session",
+        "slots",
         "step",
         "tables",
         "tokens",
@@ -47,6 +49,9 @@ class PagedSequence:
         self.step: Step | None = None
         self.trims: dict[int, int] = {}
         self.version = 0
+        # Slots of its own pages, in every group, that the next tokens can go to without asking for pages.
+        self.slots = 0
+        self.batch: object = None  # the RunningBatch it was last in
         self._forks: list[tuple[str, weakref.ref[PagedSequence]]] = []
         self._forked_at = -1
         session.sequences.add(self)
@@ -85,6 +90,7 @@ class PagedSequence:
     def truncate(self, tokens: int) -> None:
         """Forget the tokens from ``tokens`` on, in every layer."""
         self.version += 1
+        self.slots = 0
         self.trims = {}
         self.tokens = tokens
         for group, table in enumerate(self.tables):
@@ -113,6 +119,10 @@ class PagedSequence:
                 self.truncate(target)
         return count
 
+    def count_slots(self) -> None:
+        """After a reservation: all tail pages are this sequence's own."""
+        self.slots = min(len(table.pages) * table.page_size for table in self.tables) - self.tokens
+
     def own(self, group: int) -> PageTable:
         """The table of ``group``, made this sequence's own if it is shared with a fork."""
         table = self.tables[group]
@@ -140,6 +150,7 @@ class PagedSequence:
         else:
             fork = PagedSequence(self.session, list(self.tables))
             fork.tokens = self.tokens
+            self.slots = 0  # the tail page is shared from now on
             for table in self.tables:
                 table.holders += 1
             self._forks.append((purpose, weakref.ref(fork)))

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from .audit import audit
+from .block_table import BlockTable
 from .cache import PagedKVCache
 from .errors import CacheStateError, ConfigError
 from .hookspecs import RequestFreed
@@ -31,6 +32,18 @@ from .table import PageTable, Retention
 
 # Tokens at the start that a size limit keeps, as mlx-lm's make_prompt_cache does.
 KEPT_TOKENS = 4
+
+
+# Batches whose block tables are kept: prompts and running rows take turns, and so do a few single requests.
+RUNNING_BATCHES = 4
+
+
+@dataclass
+class RunningBatch:
+    """Rows that make their steps together, and their block table in each cache group."""
+
+    rows: list[weakref.ref[PagedSequence]]
+    block_tables: list[BlockTable]
 
 
 class PagedSession:
@@ -55,6 +68,7 @@ class PagedSession:
         self._context = context
         self._plan = plan
         self._thread = threading.get_ident()
+        self._batches: deque[RunningBatch] = deque(maxlen=RUNNING_BATCHES)
         self._offsets: tuple[list[int], mx.array] | None = None
         config = context.config
         self.pools = [
@@ -122,9 +136,10 @@ class PagedSession:
         """Raise OutOfPagesError or PoolGrowthError where :meth:`begin` would. Nothing is changed but pools may grow."""
         with self.lock:
             self.enter()
-            for row in rows:
-                row.heal()
-            reserve(self.pools, self.journal, rows, query_lens, commit=False)
+            short = self._short_of_slots(rows, query_lens)
+            if short:
+                needed = [query_lens[index] for index in short]
+                reserve(self.pools, self.journal, [rows[index] for index in short], needed, commit=False)
 
     def begin(self, rows: Sequence[PagedSequence], query_lens: Sequence[int], width: int) -> Step:
         """Start a forward pass: reserve the pages of all rows in all groups, or none.
@@ -132,22 +147,32 @@ class PagedSession:
         Row ``i`` gets ``query_lens[i]`` more tokens. Raises OutOfPagesError or PoolGrowthError with nothing changed.
         """
         self.enter()
-        for row in rows:
-            row.heal()
-        copies = reserve(self.pools, self.journal, rows, query_lens)
-        for pool, (sources, targets) in zip(self.pools, copies, strict=True):
-            if sources:
-                pool.copy_pages(sources, targets)
-                self.cow_copies += len(sources)
+        short = self._short_of_slots(rows, query_lens)
+        if short:
+            needy = [rows[index] for index in short]
+            copies = reserve(self.pools, self.journal, needy, [query_lens[index] for index in short])
+            for pool, (sources, targets) in zip(self.pools, copies, strict=True):
+                if sources:
+                    pool.copy_pages(sources, targets)
+                    self.cow_copies += len(sources)
+            for row in needy:
+                row.count_slots()
         context_lens = [row.tokens + count for row, count in zip(rows, query_lens, strict=True)]
-        groups = [
-            GroupStep([row.tables[group] for row in rows], context_lens, query_lens, width)
-            for group in range(len(self.pools))
-        ]
-        step = Step([weakref.ref(row) for row in rows], width, rows[0].layers, groups)
+        refs = [weakref.ref(row) for row in rows]
+        batch = self._running_batch(refs)
+        # Rows that were in another batch since may have changed there.
+        changed = [*short, *(index for index, row in enumerate(rows) if row.batch is not batch)]
+        groups = []
+        for group, block_table in enumerate(batch.block_tables):
+            tables = [row.tables[group] for row in rows]
+            block_table.update(tables, changed)
+            groups.append(GroupStep(tables, context_lens, query_lens, width, block_table))
+        step = Step(refs, width, rows[0].layers, groups)
         for row, count in zip(rows, query_lens, strict=True):
             row.step = step
+            row.batch = batch
             row.growing = count
+            row.slots -= count
             row.version += 1
         return step
 
@@ -224,6 +249,22 @@ class PagedSession:
         if threading.get_ident() == self._thread:
             for row in list(self.sequences):
                 row.heal()
+
+    def _short_of_slots(self, rows: Sequence[PagedSequence], query_lens: Sequence[int]) -> list[int]:
+        """The indices of rows whose own pages can't take their new tokens; most decode steps open few pages."""
+        for row in rows:
+            if row.step is not None or row.trims:
+                row.heal()
+        return [index for index, (row, count) in enumerate(zip(rows, query_lens, strict=True)) if row.slots < count]
+
+    def _running_batch(self, refs: list[weakref.ref[PagedSequence]]) -> RunningBatch:
+        """The block tables kept for these rows, in this order; new ones if there are none."""
+        for batch in self._batches:
+            if batch.rows == refs:
+                return batch
+        batch = RunningBatch(refs, [BlockTable() for _ in self.pools])
+        self._batches.appendleft(batch)
+        return batch
 
     def pages_for(self, layer: PagedLayer, keys: mx.array, values: mx.array) -> LayerPages:
         """The pages of ``layer``; laid out anew if it writes for the first time or other shapes than the trace saw.

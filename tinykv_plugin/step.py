@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import mlx.core as mx
 import numpy as np
 
+from .block_table import BlockTable, HostArray
 from .metadata import int32
 from .table import PageTable
 
@@ -26,16 +27,22 @@ class GroupStep:
     tokens in the model's tensors (rows with fewer are padded on the right).
     """
 
-    __slots__ = ("_arrays", "context_lens", "page_size", "query_lens", "tables", "width")
+    __slots__ = ("_arrays", "_table", "context_lens", "page_size", "query_lens", "tables", "width")
 
     def __init__(
-        self, tables: Sequence[PageTable], context_lens: Sequence[int], query_lens: Sequence[int], width: int
+        self,
+        tables: Sequence[PageTable],
+        context_lens: Sequence[int],
+        query_lens: Sequence[int],
+        width: int,
+        table: BlockTable | None = None,
     ) -> None:
         self.tables = tables
         self.context_lens = context_lens
         self.query_lens = query_lens
         self.width = width
         self.page_size = tables[0].page_size
+        self._table = table
         self._arrays: dict[object, Any] = {}
 
     @property
@@ -65,23 +72,11 @@ class GroupStep:
 
     def block_table(self) -> mx.array:
         """int32 ``(batch, max_pages)``, padded with -1."""
-        if len(self.tables) == 1:
-            # A table changes only when a page is opened or dropped: most decode steps find its array ready.
-            arrays = self.tables[0].arrays
-            if "device" not in arrays:
-                arrays["device"] = int32([self.tables[0].pages])
-            table: mx.array = arrays["device"]
-            return table
-        return self.cached("block_table", lambda: mx.array(self.block_rows()))
+        return self._rows().device()
 
-    def block_rows(self) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-        """The block table as a numpy array."""
-        rows = np.full((len(self.tables), max(len(table.pages) for table in self.tables)), -1, dtype=np.int32)
-        for row, table in zip(rows, self.tables, strict=True):
-            if "host" not in table.arrays:
-                table.arrays["host"] = np.array(table.pages, dtype=np.int32)
-            row[: len(table.pages)] = table.arrays["host"]
-        return rows
+    def block_rows(self) -> HostArray:
+        """The block table as a numpy array; valid until the next step."""
+        return self._rows().host
 
     def context_lens_array(self) -> mx.array:
         return self.cached("context_lens", lambda: int32(self.context_lens))
@@ -93,19 +88,25 @@ class GroupStep:
         """int32 ``(batch, width)``: the slot of each new token, -1 for padding."""
         return self.cached("slot_mapping", lambda: mx.array(self.slots()))
 
-    def slots(self) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+    def slots(self) -> HostArray:
         """The slot mapping as a numpy array."""
         size = self.page_size
+        rows = self.block_rows()
+        if self.width == 1 and all(self.query_lens):
+            positions = np.asarray(self.context_lens, dtype=np.int32) - 1
+            pages = rows[np.arange(len(rows)), positions // size]
+            return (pages * size + positions % size)[:, None]
         slots = np.full((len(self.tables), self.width), -1, dtype=np.int32)
-        for row, table, context, query in zip(slots, self.tables, self.context_lens, self.query_lens, strict=True):
-            if query == 1:
-                row[0] = table.pages[(context - 1) // size] * size + (context - 1) % size
-            elif query:
-                positions = np.arange(context - query, context, dtype=np.int32)
-                first = (context - query) // size
-                pages = np.array(table.pages[first:], dtype=np.int32)
-                row[:query] = pages[positions // size - first] * size + positions % size
+        for row, table, context, query in zip(slots, rows, self.context_lens, self.query_lens, strict=True):
+            positions = np.arange(context - query, context, dtype=np.int32)
+            row[:query] = table[positions // size] * size + positions % size
         return slots
+
+    def _rows(self) -> BlockTable:
+        if self._table is None:
+            self._table = BlockTable()
+            self._table.update(self.tables, ())
+        return self._table
 
 
 class Step:

@@ -35,7 +35,7 @@ class PageTable:
     change it takes :meth:`owned` first. All changes are journaled.
     """
 
-    __slots__ = ("_allocator", "_journal", "arrays", "dropped", "floor", "holders", "page_size", "pages", "retention")
+    __slots__ = ("_allocator", "_journal", "dropped", "floor", "holders", "page_size", "pages", "retention", "revision")
 
     def __init__(self, allocator: PageAllocator, journal: Journal, page_size: int, retention: Retention) -> None:
         self._allocator = allocator
@@ -48,8 +48,8 @@ class PageTable:
         self.dropped = 0
         # Positions before this one were never filled (a cache loaded from a file that had dropped them).
         self.floor = 0
-        # Device copies made by readers of the table; emptied at every change.
-        self.arrays: dict[str, Any] = {}
+        # Counts changes other than appending pages and dropping old ones, for those who copy the table.
+        self.revision = 0
 
     @property
     def first_position(self) -> int:
@@ -123,6 +123,7 @@ class PageTable:
         ``pages``: :meth:`pages_from` pages that the caller has allocated.
         """
         assert not self.pages
+        self.revision += 1
         self._changed(self._undo_open)
         kept, first = self.kept_pages, floor // self.page_size
         self.pages = pages[:kept] + [-1] * max(0, first - kept) + pages[kept:]
@@ -139,6 +140,7 @@ class PageTable:
     def replace(self, logical: int, page: int) -> int:
         """Put ``page`` (allocated by the caller) in place of a shared one, which loses a holder and is returned."""
         old = self.pages[logical]
+        self.revision += 1
         self._changed(self.pages.__setitem__, logical, old)
         self._allocator.release([old])
         self.pages[logical] = page
@@ -150,6 +152,7 @@ class PageTable:
         if length >= len(self.pages):
             return
         cut = self.pages[length:]
+        self.revision += 1
         self._changed(self._undo_truncate, cut, self.dropped)
         del self.pages[length:]
         self._allocator.release([page for page in cut if page >= 0])
@@ -168,11 +171,10 @@ class PageTable:
 
     def _changed(self, undo: Callable[..., Any], *args: Any) -> None:
         assert self.holders == 1, "a shared table was changed"
-        self.arrays.clear()
         self._journal.record(self._undo, undo, args)
 
     def _undo(self, undo: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self.arrays.clear()
+        self.revision += 1
         undo(*args)
 
     def _undo_unshare(self) -> None:
