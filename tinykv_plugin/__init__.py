@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         PluginError,
         PoolGrowthError,
         PromptCacheFileError,
+        QueueFullError,
         RequestTooLargeError,
         TinyKVError,
     )
@@ -44,6 +45,7 @@ _HOME = {
     "PluginError": "errors",
     "PoolGrowthError": "errors",
     "PromptCacheFileError": "errors",
+    "QueueFullError": "errors",
     "RequestTooLargeError": "errors",
     "TinyKVError": "errors",
     "hookimpl": "hookspecs",
@@ -64,6 +66,7 @@ __all__ = [
     "PoolGrowthError",
     "PoolStats",
     "PromptCacheFileError",
+    "QueueFullError",
     "RequestTooLargeError",
     "TinyKVError",
     "attach",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from .errors import InvariantError
 from .journal import Journal
@@ -20,7 +22,7 @@ class PageAllocator:
     def __init__(self, journal: Journal) -> None:
         self.capacity = 0
         self._journal = journal
-        self._ref_counts: list[int] = []
+        self._ref_counts = array("i")
         # Pages given back, taken last-in first-out: the pool's used part stays dense and in cache.
         self._recycled: list[int] = []
         # Ids from here on were never used; they cost no list entry, so a large pool starts at no cost.
@@ -54,7 +56,7 @@ class PageAllocator:
         fresh = range(self._fresh, self._fresh + count - len(recycled))
         if fresh:
             self._fresh = fresh.stop
-            self._ref_counts.extend([0] * (fresh.stop - len(self._ref_counts)))
+            self._ref_counts.extend(repeat(0, fresh.stop - len(self._ref_counts)))
         pages = recycled + list(fresh)
         for page in pages:
             assert self._ref_counts[page] == 0

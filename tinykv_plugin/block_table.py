@@ -63,7 +63,7 @@ class BlockTable:
             wider = np.full((len(self._tables), len(pages) * 3 // 2), -1, dtype=np.int32)
             wider[:, : self._host.shape[1]] = self._host
             self._host = wider
-        self._host[row, length : len(pages)] = pages[length:]
+        self._host[row, length : len(pages)] = np.frombuffer(pages, dtype=np.int32)[length:]
         if table.dropped > dropped:
             first = max(dropped, table.kept_pages)
             self._host[row, first : max(first, table.dropped)] = -1

@@ -42,7 +42,7 @@ def spans_of(step: GroupStep) -> list[Span]:
     for start, stop in visible(step, 0):
         if start == stop:
             continue
-        ids = step.tables[0].pages[start // size : -(-stop // size)]
+        ids = step.tables[0].pages[start // size : -(-stop // size)].tolist()
         runs = _runs(ids)
         pages = runs if len(runs) <= MAX_RUNS else int32(ids)
         found.append((pages, start % size, stop - start))

@@ -95,6 +95,15 @@ class KVCacheConfig(BaseSettings):
             "wait (admit a request only if its longest possible answer fits), or fail the row with an error."
         ),
     )
+    max_queue: int | None = Field(
+        default=None,
+        ge=1,
+        strict=True,
+        description=(
+            "Most requests that wait in the server beside those that run; further ones are refused with HTTP 429. "
+            "Unset: no limit."
+        ),
+    )
     stats: bool = Field(default=False, description="Print a table of pages, bytes and waste after a command.")
     verbose: bool = Field(default=False, description="Log decisions (plan, backend, growth) to standard error.")
 
@@ -119,7 +128,7 @@ class KVCacheConfig(BaseSettings):
         except ValidationError as error:
             raise _one_line(error, fields) from None
 
-    @field_validator("page_size", "max_pages", "max_kv_size", "rewind", mode="before")
+    @field_validator("page_size", "max_pages", "max_kv_size", "rewind", "max_queue", mode="before")
     @classmethod
     def _digits(cls, value: object) -> object:
         """Environment variables and flags arrive as text; anything but digits is left for the error message."""

@@ -93,6 +93,22 @@ class RequestTooLargeError(TinyKVError, ValueError):
         self.setting = setting
 
 
+class QueueFullError(TinyKVError):
+    """The server's queue is full; the request was refused before anything was done for it.
+
+    ``waiting`` requests were in the queue, ``max_queue`` may be; after ``retry_after`` seconds there may be a place.
+    """
+
+    def __init__(self, waiting: int, max_queue: int, retry_after: int) -> None:
+        super().__init__(
+            f"the queue is full: {waiting} requests are waiting, --kv-max-queue {max_queue} allows no more; "
+            f"try again in {retry_after} s"
+        )
+        self.waiting = waiting
+        self.max_queue = max_queue
+        self.retry_after = retry_after
+
+
 class PoolGrowthError(TinyKVError, MemoryError):
     """The system could not give the memory for more pages, although the budget allows them.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,8 @@ class PageTable:
         self._journal = journal
         self.page_size = page_size
         self.retention = retention
-        self.pages: list[int] = []
+        # An array and not a list: half the size, and copied into block tables at memory speed.
+        self.pages = array("i")
         self.holders = 1
         # Logical pages before this one are dropped, but for those that hold kept tokens.
         self.dropped = 0
@@ -61,7 +63,7 @@ class PageTable:
         """Logical pages that hold tokens the window never drops."""
         return -(-self.retention.keep // self.page_size)
 
-    def live_pages(self) -> list[int]:
+    def live_pages(self) -> Sequence[int]:
         """The page ids this table holds."""
         return [page for page in self.pages if page >= 0] if self.dropped else self.pages
 
@@ -75,7 +77,7 @@ class PageTable:
         if self.holders == 1:
             return self
         copy = PageTable(self._allocator, self._journal, self.page_size, self.retention)
-        copy.pages = list(self.pages)
+        copy.pages = self.pages[:]
         copy.dropped = self.dropped
         copy.floor = self.floor
         self._allocator.share(self.live_pages())
@@ -100,7 +102,7 @@ class PageTable:
             return
         self._changed(self._undo_drop, first, self.pages[first:last], self.dropped)
         self._allocator.release(self.pages[first:last])
-        self.pages[first:last] = [-1] * (last - first)
+        self.pages[first:last] = array("i", [-1]) * (last - first)
         self.dropped = last
 
     def pages_to_add(self, tokens: int) -> int:
@@ -126,7 +128,7 @@ class PageTable:
         self.revision += 1
         self._changed(self._undo_open)
         kept, first = self.kept_pages, floor // self.page_size
-        self.pages = pages[:kept] + [-1] * max(0, first - kept) + pages[kept:]
+        self.pages = array("i", pages[:kept] + [-1] * max(0, first - kept) + pages[kept:])
         self.dropped = first if first > kept else 0
         self.floor = floor
 
@@ -180,17 +182,17 @@ class PageTable:
     def _undo_unshare(self) -> None:
         self.holders += 1
 
-    def _undo_drop(self, first: int, pages: list[int], dropped: int) -> None:
+    def _undo_drop(self, first: int, pages: array[int], dropped: int) -> None:
         self.pages[first : first + len(pages)] = pages
         self.dropped = dropped
 
     def _undo_open(self) -> None:
-        self.pages = []
+        self.pages = array("i")
         self.dropped = self.floor = 0
 
     def _undo_append(self, length: int) -> None:
         del self.pages[length:]
 
-    def _undo_truncate(self, pages: list[int], dropped: int) -> None:
+    def _undo_truncate(self, pages: array[int], dropped: int) -> None:
         self.pages.extend(pages)
         self.dropped = dropped

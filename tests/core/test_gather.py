@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import mlx.core as mx
@@ -46,7 +47,7 @@ class Case:
         for length in lengths:
             table = PageTable(allocator, journal, page_size, retention)
             count = -(-length // page_size)
-            table.pages = [shuffled.pop() for _ in range(count)]
+            table.pages = array("i", [shuffled.pop() for _ in range(count)])
             self.tables.append(table)
             self.keys.append(rng.standard_normal((KV_HEADS, length, KEY_DIM)))
             self.values.append(rng.standard_normal((KV_HEADS, length, VALUE_DIM)))

@@ -7,10 +7,10 @@ import itertools
 from typing import Any
 
 import hypothesis.strategies as st
+from bookkeeping import Fault, Faults, WriteFault, held, make_session, tensor
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from bookkeeping import Fault, Faults, WriteFault, held, make_session, tensor
 from tinykv_plugin.batch_cache import BatchPagedKVCache
 from tinykv_plugin.errors import CacheStateError, OutOfPagesError, PoolGrowthError
 

@@ -1,0 +1,54 @@
+"""What the documents say agrees with the code and with each other."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tinykv_plugin import errors
+from tinykv_plugin.config import KVCacheConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_the_table_of_settings_is_current(tmp_path: Path) -> None:
+    """If this fails: python docs/settings.py"""
+    code = "import sys; sys.path.insert(0, 'docs'); import settings; print(settings.renewed(sys.stdin.read()), end='')"
+    renewed = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, input=read("README.md"), capture_output=True, text=True, check=True
+    )
+    assert renewed.stdout == read("README.md")
+
+
+def test_every_setting_is_in_the_table() -> None:
+    assert all(f"| `{name}` |" in read("README.md") for name in KVCacheConfig.model_fields)
+
+
+def test_every_error_has_its_place_in_troubleshooting() -> None:
+    defined = {name for name, item in vars(errors).items() if isinstance(item, type) and name.endswith("Error")}
+    explained = set(re.findall(r"^`(\w+)`\n: ", read("docs/troubleshooting.md"), re.MULTILINE))
+    assert explained == defined - {"TinyKVError"}
+
+
+def test_ci_runs_the_command_of_the_readme() -> None:
+    command = "python -m pip install tox && python -m tox run"
+    assert f"$ {command}\n" in read("README.md")
+    assert command in read(".ci/run")
+
+
+def test_python_versions_agree() -> None:
+    versions = re.findall(r"Python :: 3\.(\d+)", read("pyproject.toml"))
+    assert f"py3{{{','.join(versions)}}}-core" in read("tox.ini")
+    assert f"Python 3.{versions[0]} to 3.{versions[-1]}" in read("README.md")
+
+
+def test_every_folder_of_tests_is_run_by_default_or_by_an_environment_of_its_own() -> None:
+    folders = {path.parent.relative_to(ROOT).parts[1] for path in (ROOT / "tests").glob("*/test_*.py")}
+    default = set(re.findall(r'"tests/(\w+)"', read("pyproject.toml").split("testpaths = ")[1].splitlines()[0]))
+    assert folders <= default | {"native", "packaging"}
