@@ -1,4 +1,4 @@
-"""A state machine over requests: append, fork, trim, batch, drop, broken-off passes, with faults at every allocation."""
+"""A state machine over requests: append, fork, trim, batch, drop, broken-off passes; faults at every allocation."""
 
 from __future__ import annotations
 

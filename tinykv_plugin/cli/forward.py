@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
@@ -33,7 +34,7 @@ def forward(command: MlxLmCommand, argv: Sequence[str]) -> int:
     _refuse_quantized_pages(config, rest)
     with log_to_stderr(verbose=config.verbose):
         check_plugins(config)
-        with AttachedModels(config) as models, paged_prompt_files(models):
+        with AttachedModels(config) as models, paged_prompt_files(models), _served(command, config):
             try:
                 _call(command, rest)
             finally:
@@ -59,6 +60,15 @@ def _configuration(
     if "max_kv_size" in fields:
         return config, without
     return KVCacheConfig(**fields, max_kv_size=size), rest
+
+
+def _served(command: MlxLmCommand, config: KVCacheConfig) -> contextlib.AbstractContextManager[None]:
+    """For the server, our response generator, prompt cache and handler in the place of mlx-lm's."""
+    if command.name != "server":
+        return contextlib.nullcontext()
+    from ..serving.server import paged_server
+
+    return paged_server(config.max_queue)
 
 
 def check_plugins(config: KVCacheConfig) -> None:

@@ -1,0 +1,216 @@
+"""ServedBatch: the requests of one model that are answered together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm import server as mlx_server
+
+from ..batching.generator import PagedBatchGenerator
+from .metrics import ServerMetrics
+from .prompt_cache import PagedPromptCache
+from .ticket import Ticket
+
+log = logging.getLogger("tinykv")
+
+
+@dataclass
+class _Row:
+    """A request in the generator. ``kinds`` says what each prompt segment still to come is, for the prompt cache.
+
+    ``done`` tokens of its prompt have been run.
+    """
+
+    ticket: Ticket
+    detokenizer: Any
+    kinds: list[str]
+    done: int = 0
+    prompting: bool = True
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A tokenized request: its tokens, cut into segments of some kinds, and how they are to be continued."""
+
+    tokens: list[int]
+    segments: list[list[int]]
+    kinds: list[str]
+    max_tokens: int
+    sampler: Any
+    logits_processors: list[Any]
+    stop_sequences: Any
+
+
+class ServedBatch:
+    """Drives a PagedBatchGenerator and tells each request's ticket what it has generated.
+
+    Whatever goes wrong with one request ends that request only. Used by the generation thread alone; other threads may
+    read ``running``.
+    """
+
+    def __init__(
+        self,
+        provider: Any,
+        prompt_cache: PagedPromptCache,
+        metrics: ServerMetrics,
+        **options: Any,
+    ) -> None:
+        self._tokenizer = provider.tokenizer
+        self._model_key = provider.model_key
+        self._prompt_cache = prompt_cache
+        self._metrics = metrics
+        self._rows: dict[int, _Row] = {}
+        self._generator = PagedBatchGenerator(provider.model, reclaim=prompt_cache.reclaim, **options)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def running(self) -> int:
+        """Requests that have pages."""
+        return self._generator.running
+
+    @property
+    def room(self) -> int:
+        """Requests that can start with the next step, as far as their number goes."""
+        generator = self._generator
+        if generator.waiting:
+            return 0
+        prompting = sum(row.prompting for row in self._rows.values())
+        prompts: int = generator.prefill_batch_size - prompting
+        rows: int = generator.completion_batch_size - len(self._rows)
+        return max(0, min(prompts, rows))
+
+    def add(self, ticket: Ticket, prompt: Prompt, context: Any) -> None:
+        """Queue a request. Raises RequestTooLargeError if it can never fit."""
+        cache, rest = self._prompt_cache.fetch_nearest_cache(self._model_key, prompt.tokens)
+        reused = len(prompt.tokens) - len(rest)
+        segments, kinds = _after(reused, prompt.segments, prompt.kinds)
+        (uid,) = self._generator.insert_segments(
+            [segments],
+            [prompt.max_tokens],
+            caches=[cache],
+            all_tokens=[prompt.tokens[:reused]],
+            samplers=[prompt.sampler],
+            logits_processors=[prompt.logits_processors],
+            stop_sequences=[prompt.stop_sequences],
+        )
+        context.prompt_cache_count = reused
+        ticket.accept(context)
+        self._rows[uid] = _Row(ticket, self._tokenizer.detokenizer, kinds)
+
+    def step(self) -> None:
+        """Process a chunk of prompts and generate a token of each answer."""
+        generator, preempted = self._generator, self._generator.counts.preempted
+        run = generator._counters.prompt_tokens
+        prompted, generated = generator.next()
+        self._metrics.preemptions.inc(generator.counts.preempted - preempted)
+        self._report(prompted, generator._counters.prompt_tokens - run)
+        self._store_segments(prompted)
+        self._deliver(generated)
+
+    def unwanted(self) -> list[int]:
+        """Requests that are over for their clients, but not here."""
+        return [uid for uid, row in self._rows.items() if row.ticket.over]
+
+    def remove(self, uids: Sequence[int]) -> None:
+        """Forget requests, wherever they are."""
+        self._generator.remove(uids)
+        for uid in uids:
+            row = self._rows.pop(uid, None)
+            if row is not None:
+                row.ticket.end("cancelled")
+
+    def close(self) -> None:
+        """Give everything back; requests that are left just go."""
+        self._generator.remove(list(self._rows))
+        self._rows.clear()
+        self._generator.close()
+
+    def _report(self, responses: Iterable[Any], run: int) -> None:
+        """Tell how far the prompts are. ``run`` prompt tokens were run; those that nobody is told of were run again."""
+        for response in responses:
+            row = self._rows.get(response.uid)
+            if row is None:
+                continue
+            row.ticket.put(response.progress)
+            row.prompting = not response.end_of_prompt
+            if row.prompting:
+                done = response.progress[0]
+                run -= max(0, done - row.done)
+                row.done = max(row.done, done)
+        if run > 0:
+            self._metrics.recomputed(run)
+
+    def _store_segments(self, responses: Iterable[Any]) -> None:
+        """Keep the caches of prompts that have come to the end of a segment: others may begin in the same way."""
+        ends = [
+            response.uid
+            for response in responses
+            if response.end_of_segment and not response.end_of_prompt and response.uid in self._rows
+        ]
+        for uid, (cache, tokens) in self._generator.extract_cache(ends).items():
+            kinds = self._rows[uid].kinds
+            if kinds:
+                self._store(tokens, cache, kinds.pop(0))
+
+    def _store(self, tokens: list[int], cache: list[Any], kind: str) -> None:
+        try:
+            self._prompt_cache.insert_cache(self._model_key, tokens[:], cache, cache_type=kind)
+        except Exception:
+            # The answer doesn't depend on it.
+            log.exception("a prompt could not be stored")
+
+    def _deliver(self, responses: Iterable[Any]) -> None:
+        ours = [(self._rows[response.uid], response) for response in responses if response.uid in self._rows]
+        for row, response in ours:
+            if response.finish_reason == "error":
+                del self._rows[response.uid]
+                row.ticket.fail(response.error, logged=True)
+        ours = [(row, response) for row, response in ours if response.finish_reason != "error"]
+        if not ours:
+            return
+        # One evaluation for all rows.
+        chosen: Any = mx.stack([response.logprobs[response.token] for _, response in ours]).tolist()
+        for (row, response), logprob in zip(ours, chosen, strict=True):
+            try:
+                self._pass_on(row, response, logprob)
+            except Exception as error:
+                self._generator.remove([response.uid])
+                self._rows.pop(response.uid, None)
+                row.ticket.fail(error)
+
+    def _pass_on(self, row: _Row, response: Any, logprob: float) -> None:
+        finish = response.finish_reason
+        # A stop token is no text.
+        if finish != "stop":
+            row.detokenizer.add_token(response.token)
+        if finish is not None:
+            row.detokenizer.finalize()
+        row.ticket.put(
+            mlx_server.Response(
+                row.detokenizer.last_segment,
+                response.token,
+                logprob,
+                finish,
+                mlx_server._format_top_logprobs(response.logprobs, row.ticket.args.top_logprobs, self._tokenizer),
+            )
+        )
+        if finish is not None:
+            row.ticket.put(None)
+            del self._rows[response.uid]
+            self._store(response.all_tokens, response.prompt_cache, "assistant")
+
+
+def _after(count: int, segments: Sequence[list[int]], kinds: Sequence[str]) -> tuple[list[list[int]], list[str]]:
+    """What is left of a prompt's segments, and their kinds, after its first ``count`` tokens."""
+    left = []
+    for segment, kind in zip(segments, kinds, strict=True):
+        if count < len(segment):
+            left.append((segment[count:], kind))
+        count = max(0, count - len(segment))
+    return [segment for segment, _ in left], [kind for _, kind in left]

@@ -1,0 +1,99 @@
+"""PagedAPIHandler: mlx-lm's HTTP handler, with errors that say what is wrong, and what the server is doing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from mlx_lm.server import APIHandler
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from .client import Client, RequestFailed
+from .failures import failure_of
+from .response_generator import PagedResponseGenerator
+
+log = logging.getLogger("tinykv")
+
+
+class PagedAPIHandler(APIHandler):  # type: ignore[misc]
+    """Serves one connection. Every request gets an answer, and what its client doesn't wait for is cancelled.
+
+    Beside mlx-lm's paths there are ``GET /metrics``, for Prometheus, and ``GET /kv/stats``, the same as JSON.
+    """
+
+    def __init__(self, response_generator: PagedResponseGenerator, *args: Any, **options: Any) -> None:
+        self.stream = False
+        self._headers_sent = False
+        self._client = Client(response_generator, lambda: self.connection)
+        # Handles the connection, to its end.
+        super().__init__(self._client, *args, **options)
+
+    def do_POST(self) -> None:  # noqa: N802 - the base class's name
+        """Answer a request for a completion."""
+        self._answer(super().do_POST)
+
+    def do_GET(self) -> None:  # noqa: N802
+        """Answer a question about the server."""
+        ours: dict[str, Callable[[], object]] = {"/metrics": self._send_metrics, "/kv/stats": self._send_stats}
+        self._answer(ours.get(self.path.partition("?")[0], super().do_GET))
+
+    def flush_headers(self) -> None:
+        """Send the headers collected so far."""
+        self._headers_sent = True
+        super().flush_headers()
+
+    def _answer(self, answer: Callable[[], object]) -> None:
+        self._headers_sent = False
+        self.stream = False
+        try:
+            answer()
+        except RequestFailed as failed:
+            self._send_failure(failed.error, failed.started)
+        except Exception as error:
+            if not self._client.is_gone():
+                log.exception("%s %s failed", self.command, self.path)
+            self._send_failure(error, started=True)
+        finally:
+            self._client.close()
+
+    def _send_failure(self, error: Exception, started: bool) -> None:
+        """Tell the client, in whichever way is still possible."""
+        if self._client.is_gone():
+            log.debug("a client has gone: %s", error)
+            return
+        failure = failure_of(error, started=started)
+        body = json.dumps(failure.body).encode()
+        try:
+            if not self._headers_sent:
+                # Those of the answer that was under way are dropped.
+                self._headers_buffer: list[bytes] = []
+                self._send(body, "application/json", failure.status, failure.headers)
+            elif self.stream:
+                self.wfile.write(b"data: " + body + b"\n\n")
+                self.wfile.flush()
+        except OSError as gone:
+            log.debug("a client has gone: %s", gone)
+
+    def _send_metrics(self) -> None:
+        self._send(self._client.generator.metrics.text(), CONTENT_TYPE_LATEST)
+
+    def _send_stats(self) -> None:
+        generator = self._client.generator
+        state = generator.state()
+        pools = {name: {**dataclasses.asdict(pool), "waste": pool.waste} for name, pool in state.pools.items()}
+        told = {**dataclasses.asdict(state), "pools": pools, **generator.metrics.counts()}
+        self._send(json.dumps(told).encode(), "application/json")
+
+    def _send(self, body: bytes, kind: str, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self._set_cors_headers()
+        self.end_headers()
+        self.wfile.write(body)
+        self.wfile.flush()

@@ -1,0 +1,97 @@
+"""LoadedModel: the model a server has loaded, its page pools, and the room in them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from ..attachment import attachment_of
+from ..batching.admission import Admission
+from ..session import PagedSession
+
+log = logging.getLogger("tinykv")
+
+
+class LoadedModel:
+    """What mlx-lm's ModelProvider ``provider`` has loaded: one model, perhaps with a draft model.
+
+    ``paged`` says whether its caches are in pages (true while nothing is loaded), ``failed`` whether the last attempt
+    to load something failed. ``sessions`` may be read by any thread.
+    """
+
+    def __init__(self, provider: Any) -> None:
+        self.provider = provider
+        self.sessions: dict[str, PagedSession] = {}
+        self.paged = True
+        self.failed = False
+        self._max_kv_size: int | None = None
+
+    @property
+    def name(self) -> str | None:
+        """The folder or repository it was loaded from."""
+        key = self.provider.model_key
+        return str(key[0]) if key else None
+
+    def is_named(self, names: Any) -> bool:
+        """Whether this is the model that a request names."""
+        provider = self.provider
+        wanted = (
+            provider._model_map.get(names.model, names.model),
+            provider._adapter_map.get(names.model, names.adapter),
+            provider._draft_model_map.get(names.draft, names.draft),
+        )
+        return bool(provider.model_key == wanted)
+
+    def load_default(self) -> None:
+        """Load the model given at the start. If that fails, each request will try again, and get the reason."""
+        try:
+            self._load(self.provider.load_default)
+        except Exception:
+            log.exception("the model could not be loaded; requests that need it will fail")
+
+    def load(self, names: Any) -> None:
+        """Load what a request names, in place of what was loaded. Raises whatever goes wrong."""
+        self._load(lambda: self.provider.load(names.model, names.adapter, names.draft))
+
+    def forget(self) -> None:
+        """Drop what would keep the model alive."""
+        self.sessions = {}
+
+    def make_room(self, tokens: int, drafted: int, chunk: int, reclaim: Callable[[], bool]) -> None:
+        """Have stored prompts give way until a request of ``tokens`` tokens, served alone, finds its pages.
+
+        ``drafted`` tokens may be written beyond and taken back, ``chunk`` is the most it processes in one step. Raises
+        RequestTooLargeError if it can never fit.
+        """
+        if "draft" in self.sessions:
+            tokens += drafted + 1
+        for session in self.sessions.values():
+            admission = Admission(session, chunk)
+            admission.require_possible(tokens, self._max_kv_size)
+            need = admission.footprint(tokens, self._max_kv_size)
+            while not admission.has_room(need, admission.nothing()) and reclaim():
+                pass
+
+    def held_bytes(self) -> int:
+        """Bytes of all used pages, of requests and stored prompts, each once."""
+        total = 0
+        for session in self.sessions.values():
+            session.collect()
+            with session.lock:
+                total += sum(pool.allocator.used * pool.page_bytes for pool in session.pools)
+        return total
+
+    def _load(self, load: Callable[[], object]) -> None:
+        self.failed = True
+        load()
+        sessions = {}
+        models = {"main": self.provider.model, "draft": self.provider.draft_model}
+        for label, model in models.items():
+            kv = attachment_of(model) if model is not None else None
+            if kv is not None and isinstance(kv.session, PagedSession):
+                sessions[label] = kv.session
+                self._max_kv_size = kv.config.max_kv_size
+        self.sessions = sessions
+        self.paged = models["main"] is None or "main" in sessions
+        self.failed = False

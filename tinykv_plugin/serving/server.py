@@ -1,0 +1,39 @@
+"""paged_server(): mlx-lm's server with the classes of this package."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from mlx_lm import server as mlx_server
+
+from .handler import PagedAPIHandler
+from .http_server import PagedHTTPServer
+from .prompt_cache import PagedPromptCache
+from .response_generator import PagedResponseGenerator
+
+
+@contextlib.contextmanager
+def paged_server(max_queue: int | None = None) -> Iterator[None]:
+    """While the block runs, ``mlx_lm.server.main()`` and ``run()`` serve with paged caches; mlx-lm is restored after.
+
+    The models still have to be attached. At most ``max_queue`` requests wait (None: any number).
+    """
+    ours: dict[str, Any] = {
+        "ResponseGenerator": functools.partial(PagedResponseGenerator, max_queue=max_queue),
+        "LRUPromptCache": PagedPromptCache,
+        # run() doesn't pass a handler on: it is a default argument, bound when mlx-lm was imported.
+        "_run_http_server": functools.partial(
+            mlx_server._run_http_server, server_class=PagedHTTPServer, handler_class=PagedAPIHandler
+        ),
+    }
+    before = {name: getattr(mlx_server, name) for name in ours}
+    try:
+        for name, value in ours.items():
+            setattr(mlx_server, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(mlx_server, name, value)
