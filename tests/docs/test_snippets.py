@@ -12,6 +12,7 @@ import itertools
 import os
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,6 @@ import pytest
 from markdown_it import MarkdownIt
 
 from tinykv_plugin.config import KVCacheConfig
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

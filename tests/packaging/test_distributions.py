@@ -121,7 +121,7 @@ def test_the_source_distribution_has_all_that_is_needed_to_work_on_it(sdist: Pat
 
 def test_the_metadata_says_what_is_needed(metadata: Message) -> None:
     assert (metadata["Name"], metadata["Version"]) == ("tinykv-plugin", version())
-    assert (metadata["Requires-Python"], metadata["License-Expression"]) == (">=3.10", "MIT")
+    assert (metadata["Requires-Python"], metadata["License-Expression"]) == (">=3.11", "MIT")
     requirements = metadata.get_all("Requires-Dist") or []
     assert "mlx-lm<0.33,>=0.32" in requirements
     for pattern in (r"mlx\[cpu\]>=\S+; sys_platform == 'linux'", r"mlx>=\S+; sys_platform == 'darwin'"):
