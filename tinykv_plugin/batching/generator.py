@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -159,11 +160,13 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         if not self._ensure_room(lambda: self._generation_batch, lambda: 1, out) or not len(self._generation_batch):
             return out
         rows = list(self._generation_batch.uids)
+        start = time.perf_counter()
         try:
             responses = self._generation_batch.next()
         except Exception as error:
             self._fail(rows, error, out)
             return out
+        self._counters.decode_time += time.perf_counter() - start
         self._counters.generation_tokens += len(responses)
         self._counters.generation_steps += 1
         failed = self._take_reported()
@@ -250,11 +253,13 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                 responses.append(PromptProcessingBatch.Response(uid, (state[1], state[2]), finished, False))
         self._counters.prompt_tokens += count * len(chunks)
         uids = list(self._prompt_batch.uids)
+        start = time.perf_counter()
         try:
             self._prompt_batch.prompt(chunks)
         except Exception as error:
             self._fail(uids, error, out)
             return []
+        self._counters.prompt_time += time.perf_counter() - start
         return responses
 
     # Room ---------------------------------------------------------------------------------------------------------

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_lm.generate import stream_generate
+from mlx_lm.generate import BatchGenerator, stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..attachment import Attachment, attach
+from ..batching.generator import PagedBatchGenerator
 from ..config import KVCacheConfig
 
 CHAT = ("In three sentences, what does a key-value cache do in a language model?",)
@@ -79,11 +80,14 @@ def compare(
 
     ``model`` is attached with ``config`` for the second half and detached at the end.
     """
-    sets = [("one chat", CHAT), (f"{len(SHORT_PROMPTS)} short prompts", SHORT_PROMPTS)]
+    sets = [("one chat", CHAT), (f"a batch of {len(SHORT_PROMPTS)}", SHORT_PROMPTS)]
 
     def run_all(kv: Attachment | None) -> list[Run]:
         run_prompts(model, tokenizer, CHAT, WARM_UP_TOKENS, kv)
-        return [run_prompts(model, tokenizer, prompts, max_tokens, kv, advance) for _, prompts in sets]
+        return [
+            run_prompts(model, tokenizer, CHAT, max_tokens, kv, advance),
+            run_batch(model, tokenizer, SHORT_PROMPTS, max_tokens, kv, advance),
+        ]
 
     dense = run_all(None)
     with attach(model, config) as kv:
@@ -124,6 +128,52 @@ def run_prompts(
             run.seconds += response.generation_tokens / response.generation_tps
     _measure(run, caches, kv)
     return run
+
+
+def run_batch(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    max_tokens: int,
+    kv: Attachment | None,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> Run:
+    """Generate for all prompts together, greedily; what the batch holds is measured when it holds most."""
+    run = Run(tokens=[[] for _ in prompts])
+    make: Callable[..., Any] = BatchGenerator if kv is None else PagedBatchGenerator
+    generator = make(model, max_tokens=max_tokens, stop_tokens=[[token] for token in tokenizer.eos_token_ids])
+    uids = generator.insert([_encode(tokenizer, prompt) for prompt in prompts])
+    with generator.stats() as stats:
+        while responses := generator.next_generated():
+            for response in responses:
+                tokens = run.tokens[uids.index(response.uid)]
+                tokens.append(int(response.token))
+                advance(1)
+                if response.finish_reason is not None:
+                    advance(max_tokens - len(tokens))
+            _measure_batch(run, generator, kv)
+    generator.close()
+    ends = set(tokenizer.eos_token_ids)
+    run.texts = [tokenizer.decode([token for token in tokens if token not in ends]).strip() for tokens in run.tokens]
+    run.prompt_tokens, run.prompt_seconds = stats.prompt_tokens, stats.prompt_time
+    run.seconds = stats.generation_time
+    return run
+
+
+def _measure_batch(run: Run, generator: Any, kv: Attachment | None) -> None:
+    """Note what the batch holds if it is more than before."""
+    batch = generator._generation_batch
+    held = generator.prompt_cache_nbytes if kv is None else kv.stats().bytes_used
+    if not len(batch) or held <= run.bytes_used:
+        return
+    run.bytes_used = run.bytes_held = held
+    if kv is not None:
+        stats = kv.stats()
+        run.bytes_held, run.waste = stats.bytes_reserved, stats.waste
+        return
+    lengths = [cache.keys.shape[2] for cache in batch.prompt_cache if getattr(cache, "keys", None) is not None]
+    if lengths:
+        run.waste = 1 - sum(map(len, batch.tokens)) / (len(batch) * max(lengths))
 
 
 def _encode(tokenizer: Any, prompt: str) -> list[int]:
