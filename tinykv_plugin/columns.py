@@ -35,16 +35,19 @@ def visible(step: GroupStep, row: int) -> list[tuple[int, int]]:
 Span = tuple[list[tuple[int, int]] | mx.array, int, int]
 
 
-def spans_of(step: GroupStep) -> list[Span]:
-    """For each span of row 0: its pages (runs of consecutive ids, or an index array), tokens to skip, tokens."""
+def spans_of(step: GroupStep, views: bool = True) -> list[Span]:
+    """For each span of row 0: its pages (runs of consecutive ids, or an index array), tokens to skip, tokens.
+
+    With an index array the pages are copied; runs may be joined by a view of the pool if ``views`` allow.
+    """
     found: list[Span] = []
     size = step.page_size
     for start, stop in visible(step, 0):
         if start == stop:
             continue
         ids = step.tables[0].pages[start // size : -(-stop // size)].tolist()
-        runs = _runs(ids)
-        pages = runs if len(runs) <= MAX_RUNS else int32(ids)
+        runs = _runs(ids) if views else []
+        pages = runs if 0 < len(runs) <= MAX_RUNS else int32(ids)
         found.append((pages, start % size, stop - start))
     return found
 

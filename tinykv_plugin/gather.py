@@ -94,12 +94,18 @@ class GatherBackend:
 
     def dense(self, metadata: PagedKVMetadata) -> tuple[mx.array, mx.array]:
         step = metadata.step
-        keys, values = metadata.pages.readable()
+        pages = metadata.pages
+        keys, values = pages.readable()
         if step.alone:
-            spans = step.cached("spans", lambda: spans_of(step))
-            return join(keys, spans), join(values, spans)
-        columns = step.cached("columns", lambda: page_columns(step) if step.window is None else token_columns(step))
-        return columns.of(keys), columns.of(values)
+            # A single run of pages can be joined by a view, which a write in place would show through.
+            views = pages.written is None
+            spans = step.cached(("spans", views), lambda: spans_of(step, views))
+            keys, values = join(keys, spans), join(values, spans)
+        else:
+            columns = step.cached("columns", lambda: page_columns(step) if step.window is None else token_columns(step))
+            keys, values = columns.of(keys), columns.of(values)
+        pages.note_read(keys, values)
+        return keys, values
 
     def _attend_buckets(
         self,

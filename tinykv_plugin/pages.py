@@ -70,13 +70,25 @@ class LayerPages:
         )
 
     def readable(self) -> tuple[mx.array, mx.array]:
-        """K and V pages as mlx operations must read them: after every write so far. Don't hold them over a write."""
+        """K and V pages as mlx operations must read them: after every write so far. Don't hold them over a write.
+
+        What is read must be copied, and the copies be given to :meth:`note_read`.
+        """
         assert self.keys is not None
         assert self.values is not None
         if self.written is None:
             return self.keys, self.values
         keys, values = mx.depends([self.keys, self.values], self.written)
         return keys, values
+
+    def note_read(self, *copies: mx.array) -> None:
+        """Order later writes in place after the reads that ``copies`` (no views) were made by.
+
+        Only needed where a backend writes in place: mlx orders its own operations by their arrays.
+        """
+        if self.written is not None:
+            before = [] if self.last_read is None else [self.last_read]
+            self.last_read = mx.depends(self.written, [*copies, *before])
 
     def state(self) -> list[mx.array]:
         """Arrays whose evaluation forces every write so far."""
