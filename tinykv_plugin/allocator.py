@@ -47,6 +47,21 @@ class PageAllocator:
         assert capacity >= self.capacity
         self.capacity = capacity
 
+    def unused_end(self) -> int:
+        """Pages with the highest ids, down to the first that has a holder."""
+        end = self._fresh
+        while end and not self._ref_counts[end - 1]:
+            end -= 1
+        return self.capacity - end
+
+    def shrink(self, count: int) -> None:
+        """Give up ``count`` of the :meth:`unused_end`; not journaled, and so for use between transactions only."""
+        assert not self._journal.is_open
+        assert count <= self.unused_end()
+        self.capacity -= count
+        self._fresh = min(self._fresh, self.capacity)
+        self._recycled = [page for page in self._recycled if page < self.capacity]
+
     def allocate(self, count: int) -> list[int]:
         """``count`` pages with one holder each; the caller has made sure that they are free."""
         assert 0 <= count <= self.free, f"{count} pages asked of {self.free} free"

@@ -22,7 +22,7 @@ def audit(session: PagedSession) -> None:
     held: list[dict[int, int]] = [{} for _ in session.pools]
     sharers: dict[int, tuple[PageTable, int]] = {}
     tables = [list(enumerate(tables)) for tables, _ in list(session.abandoned)]
-    for row in list(session.sequences):
+    for row in session.live_sequences():
         for group, table in enumerate(row.tables):
             table.check(row.tokens + row.growing, session.pools[group].allocator.capacity)
         tables.append(list(enumerate(row.tables)))

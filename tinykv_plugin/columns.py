@@ -64,14 +64,16 @@ def _runs(ids: list[int]) -> list[tuple[int, int]]:
 def join(pages: mx.array, spans: list[Span]) -> mx.array:
     """The spans' tokens as ``(1, heads, tokens, dim)``."""
     parts = []
+    _, heads, _, dim = pages.shape
     for which, skip, count in spans:
-        if isinstance(which, list):
-            runs = [pages[start:stop].transpose(1, 0, 2, 3) for start, stop in which]
-            joined = runs[0] if len(runs) == 1 else mx.concatenate(runs, axis=1)
+        if not isinstance(which, list):
+            joined = pages[which].swapaxes(0, 1)
+        elif len(which) == 1:
+            ((start, stop),) = which
+            joined = pages[start:stop].swapaxes(0, 1)
         else:
-            joined = pages[which].transpose(1, 0, 2, 3)
-        heads, ids, size, dim = joined.shape
-        parts.append(joined.reshape(1, heads, ids * size, dim)[:, :, skip : skip + count])
+            joined = mx.concatenate([pages[start:stop].swapaxes(0, 1) for start, stop in which], axis=1)
+        parts.append(joined.reshape(1, heads, -1, dim)[:, :, skip : skip + count])
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 

@@ -58,11 +58,21 @@ class InvariantError(TinyKVError, AssertionError):
 class OutOfPagesError(TinyKVError, MemoryError):
     """The page budget is exhausted; nothing was changed by the call that raised it.
 
-    ``needed`` pages were asked for, ``free`` of ``total`` were free, a page takes ``page_bytes`` bytes.
+    ``needed`` pages were asked for, ``free`` of ``total`` were free, a page takes ``page_bytes`` bytes. ``would_fit``
+    is the budget in bytes that would have done, if it's not for these pages alone.
     """
 
-    def __init__(self, needed: int, free: int, total: int, page_bytes: int, page_size: int, setting: str) -> None:
-        would_fit = (total - free + needed) * page_bytes
+    def __init__(
+        self,
+        needed: int,
+        free: int,
+        total: int,
+        page_bytes: int,
+        page_size: int,
+        setting: str,
+        would_fit: int | None = None,
+    ) -> None:
+        would_fit = would_fit or (total - free + needed) * page_bytes
         raise_to = f"--kv-max-pages {total - free + needed}" if setting == "max_pages" else f"--kv-memory {would_fit}"
         super().__init__(
             f"out of KV pages: {needed} needed, {free} free of {total} ({format_bytes(page_bytes)} each, "

@@ -54,10 +54,10 @@ class GatherBackend:
         assert pages.keys is not None
         assert pages.values is not None
         if step.alone and step.width == 1:
-            # The usual decode step: one slot, known on the host.
-            page, slot = step.cached("slot", lambda: _one_slot(step))
-            pages.keys[page, :, slot] = keys[0, :, 0]
-            pages.values[page, :, slot] = values[0, :, 0]
+            # The usual decode step: one slot, known on the host; K and V have the shape of its place in the pages.
+            place = step.cached("slot", lambda: int32(_one_slot(step)))
+            pages.keys = mx.slice_update(pages.keys, keys, place, (0, 2))
+            pages.values = mx.slice_update(pages.values, values, place, (0, 2))
             return
         page_ids, slots, tokens = step.cached("scatter", lambda: _scatter(step))
         if page_ids.size:
@@ -67,11 +67,18 @@ class GatherBackend:
     def copy_pages(self, pages: LayerPages, sources: Sequence[int], targets: Sequence[int]) -> None:
         if pages.keys is None or pages.values is None:
             return
-        # Read before the write is made: mlx copies a whole pool that it writes to while a read of it is pending.
-        keys, values = pages.keys[int32(sources)], pages.values[int32(sources)]
-        mx.eval(keys, values)
-        pages.keys[int32(targets)] = keys
-        pages.values[int32(targets)] = values
+        key_shape, value_shape = pages.shape(1)
+        for source, target in zip(sources, targets, strict=True):
+            start = int32([source])
+            keys, values = (
+                mx.slice(pages.keys, start, (0,), key_shape),
+                mx.slice(pages.values, start, (0,), value_shape),
+            )
+            # Read before the write is made: mlx copies a whole pool that it writes to while a read of it is pending.
+            mx.eval(keys, values)
+            place = int32([target])
+            pages.keys = mx.slice_update(pages.keys, keys, place, (0,))
+            pages.values = mx.slice_update(pages.values, values, place, (0,))
 
     def attend(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
@@ -24,10 +24,11 @@ GROWTH = 1.5
 class Budget:
     """Bytes that all pools of an attachment may take together."""
 
-    __slots__ = ("peak", "reserved", "total")
+    __slots__ = ("peak", "pools", "reserved", "total")
 
     def __init__(self, total: int) -> None:
         self.total = total
+        self.pools = 0
         self.reserved = 0
         self.peak = 0
 
@@ -64,7 +65,8 @@ class PagePool:
         self.growths = 0
         self.peak_used = 0
         self._backend = backend
-        self._budget = budget
+        self.budget = budget
+        budget.pools += 1
         self.max_pages = max_pages
         self._emit = emit
 
@@ -81,7 +83,7 @@ class PagePool:
     @property
     def limit(self) -> int:
         """Most pages this pool may come to have, given what other pools have taken."""
-        limit = self.allocator.capacity + max(0, self._budget.left) // max(1, self.page_bytes)
+        limit = self.allocator.capacity + max(0, self.budget.left) // max(1, self.page_bytes)
         return limit if self.max_pages is None else min(limit, self.max_pages)
 
     def add_layer(self, index: int, pages: LayerPages) -> None:
@@ -90,53 +92,54 @@ class PagePool:
         Raises OutOfPagesError or PoolGrowthError with nothing changed.
         """
         more = self.allocator.capacity * pages.page_bytes
-        if more > self._budget.left:
-            total = self._budget.total // (self.page_bytes + pages.page_bytes)
+        if more > self.budget.left:
+            total = self.budget.total // (self.page_bytes + pages.page_bytes)
             raise OutOfPagesError(
                 self.allocator.capacity, total - self.allocator.used, total, pages.page_bytes, self.page_size, "memory"
             )
         if self.allocator.capacity:
             self._resize_all({index: pages}, 0, self.allocator.capacity)
         self.layers[index] = pages
-        self._budget.reserve(more)
+        self.budget.reserve(more)
 
-    def allocate(self, count: int) -> list[int]:
-        """``count`` pages, growing if needed.
+    def allocate(self, count: int, promised: int = 0) -> list[int]:
+        """``count`` pages, growing if needed. ``promised``: bytes of the budget that other pools will need at once.
 
         Raises OutOfPagesError if the budget doesn't allow it and PoolGrowthError if the system doesn't have the
         memory; the pool is as before then.
         """
         if count > self.allocator.free:
-            self._grow(count)
+            find_room([self], [count], last_try=True)
+            self._grow(self.allocator.used + count, promised)
         pages = self.allocator.allocate(count)
         self.peak_used = max(self.peak_used, self.allocator.used)
         return pages
+
+    def give_back(self) -> None:
+        """Shrink by the pages at the end that nobody holds, so that other pools may grow. Not in a transaction."""
+        count, old = self.allocator.unused_end(), self.allocator.capacity
+        if count:
+            self._resize_all(self.layers, old, old - count)
+            self.allocator.shrink(count)
+            self.budget.reserve(-count * self.page_bytes)
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         """Copy pages in every layer."""
         for pages in self.layers.values():
             self._backend.copy_pages(pages, sources, targets)
 
-    def _grow(self, count: int) -> None:
-        allocator = self.allocator
-        limit = self.limit
-        wanted = allocator.used + count
-        if wanted > limit:
-            by_pages = limit == self.max_pages
-            raise OutOfPagesError(
-                count,
-                limit - allocator.used,
-                limit,
-                self.page_bytes,
-                self.page_size,
-                "max_pages" if by_pages else "memory",
-            )
-        old = allocator.capacity
+    def _grow(self, wanted: int, promised: int) -> None:
+        """Grow to ``wanted`` pages at least: ahead of need, but by no more than a fair share of what is left."""
+        allocator, old = self.allocator, self.allocator.capacity
         start = -(-START_TOKENS // self.page_size)
-        new = min(limit, max(wanted, start, int(old * GROWTH)))
+        left = self.budget.left - promised - (wanted - old) * self.page_bytes
+        share = max(0, left) // (max(1, self.page_bytes) * self.budget.pools)
+        new = max(wanted, min(wanted + share, max(start, int(old * GROWTH))))
+        if self.max_pages is not None:
+            new = min(new, self.max_pages)
         self._resize_all(self.layers, old, new)
         allocator.resize(new)
-        self._budget.reserve((new - old) * self.page_bytes)
+        self.budget.reserve((new - old) * self.page_bytes)
         self.growths += 1
         log.info("pool %r: %d pages, %d before (%s reserved)", self.name, new, old, format_bytes(self.nbytes))
         self._emit("tinykv_pool_grown", PoolGrown(self.name, old, new, self.nbytes))
@@ -155,3 +158,46 @@ class PagePool:
             finally:
                 # The old arrays' buffers would otherwise stay in mlx's cache, next to the new ones.
                 mx.clear_cache()
+
+
+def allocate_each(pools: Sequence[PagePool], needed: Sequence[int]) -> list[list[int]]:
+    """``needed`` pages of each pool, after :func:`find_room`: no pool grows into what another one needs.
+
+    Raises PoolGrowthError; pages taken by then go back by the caller's transaction.
+    """
+    growth = [max(0, count - pool.allocator.free) * pool.page_bytes for count, pool in zip(needed, pools, strict=True)]
+    return [
+        pool.allocate(count, promised=sum(growth[index + 1 :])) if count else []
+        for index, (count, pool) in enumerate(zip(needed, pools, strict=True))
+    ]
+
+
+def find_room(pools: Sequence[PagePool], needed: Sequence[int], last_try: bool) -> bool:
+    """Whether ``needed`` pages of each pool fit into the budget as it is divided between the pools now.
+
+    False if they would once the pools have given back what they grew ahead (:meth:`PagePool.give_back`). Raises
+    OutOfPagesError if they wouldn't, or if this is the ``last_try``.
+    """
+    if all(count <= pool.allocator.free for count, pool in zip(needed, pools, strict=True)):
+        return True
+    missing, room, spare = [], pools[0].budget.left, 0
+    for count, pool in zip(needed, pools, strict=True):
+        allocator, limit = pool.allocator, pool.max_pages
+        if limit is not None and allocator.used + count > limit:
+            free = limit - allocator.used
+            raise OutOfPagesError(count, free, limit, pool.page_bytes, pool.page_size, "max_pages")
+        missing.append(max(0, count - allocator.free) * pool.page_bytes)
+        if count < allocator.free:
+            spare += min(allocator.unused_end(), allocator.free - count) * pool.page_bytes
+    if sum(missing) <= room:
+        return True
+    if sum(missing) <= room + spare and not last_try:
+        return False
+    would_fit = sum((pool.allocator.used + count) * pool.page_bytes for count, pool in zip(needed, pools, strict=True))
+    for count, pool, lacking in zip(needed, pools, missing, strict=True):
+        if lacking > room:
+            total = pool.allocator.capacity + room // pool.page_bytes
+            free = total - pool.allocator.used
+            raise OutOfPagesError(count, free, total, pool.page_bytes, pool.page_size, "memory", would_fit)
+        room -= lacking
+    raise AssertionError("something is missing, but nowhere")

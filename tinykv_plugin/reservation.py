@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .journal import Journal
-from .pool import PagePool
+from .pool import PagePool, allocate_each, find_room
 from .sequence import PagedSequence
+from .table import PageTable
 
 # Pages to copy in one group before the pass writes: from, to.
 Copies = tuple[list[int], list[int]]
+# Tables to extend, their tokens, and how many tokens are added.
+Writing = list[tuple[PageTable, int, int]]
 
 
 def reserve(
@@ -22,20 +25,45 @@ def reserve(
     """Extend the tables of ``rows`` by ``query_lens`` tokens in every group; returns each group's copies.
 
     Raises OutOfPagesError or PoolGrowthError with nothing changed. Without ``commit`` everything is taken back anyway
-    (but for pools that grew): a way to ask whether there is room.
+    (but pools may have another size): a way to ask whether there is room.
     """
+    copies = _reserve(pools, journal, rows, query_lens, commit, last_try=False)
+    if copies is None:
+        # Page ids that were given up can't be rolled back, so it is done between two tries.
+        for pool in pools:
+            pool.give_back()
+        copies = _reserve(pools, journal, rows, query_lens, commit, last_try=True)
+        assert copies is not None
+    return copies
+
+
+def _reserve(
+    pools: Sequence[PagePool],
+    journal: Journal,
+    rows: Sequence[PagedSequence],
+    query_lens: Sequence[int],
+    commit: bool,
+    last_try: bool,
+) -> list[Copies] | None:
+    """One try; None if it takes what other groups grew ahead."""
     savepoint = journal.savepoint()
     done = False
     try:
-        copies = [_reserve_group(pool, group, rows, query_lens) for group, pool in enumerate(pools)]
+        plans = [_plan(pool, group, rows, query_lens) for group, pool in enumerate(pools)]
+        needed = [count for _, count in plans]
+        if not find_room(pools, needed, last_try):
+            return None
+        fresh = allocate_each(pools, needed)
+        copies = [_extend(writing, pages) for (writing, _), pages in zip(plans, fresh, strict=True)]
         done = commit
     finally:
         (journal.commit if done else journal.rollback)(savepoint)
     return copies
 
 
-def _reserve_group(pool: PagePool, group: int, rows: Sequence[PagedSequence], query_lens: Sequence[int]) -> Copies:
-    writing = []
+def _plan(pool: PagePool, group: int, rows: Sequence[PagedSequence], query_lens: Sequence[int]) -> tuple[Writing, int]:
+    """Drop what can't be read any more; returns the tables that will be written and the pages that takes."""
+    writing: Writing = []
     writers_of: dict[int, int] = {}
     needed = 0
     for row, count in zip(rows, query_lens, strict=True):
@@ -50,7 +78,11 @@ def _reserve_group(pool: PagePool, group: int, rows: Sequence[PagedSequence], qu
             writers_of[shared] = writers_of.get(shared, 0) + 1
     # Of the holders of a shared page that write now, the last one may keep it if nobody else holds it.
     needed += sum(min(writers, pool.allocator.ref_count(page) - 1) for page, writers in writers_of.items())
-    fresh = pool.allocate(needed) if needed else []
+    return writing, needed
+
+
+def _extend(writing: Writing, fresh: list[int]) -> Copies:
+    """Give the tables their new pages, shared ones that are written replaced."""
     taken = 0
     sources: list[int] = []
     targets: list[int] = []

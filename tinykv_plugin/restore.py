@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from .metadata import PagedKVMetadata
+from .pool import allocate_each, find_room
 from .step import GroupStep
 
 if TYPE_CHECKING:
@@ -33,17 +34,24 @@ def fill(session: PagedSession, row: PagedSequence, tokens: int, held: Mapping[i
     The session's lock is held. Raises OutOfPagesError or PoolGrowthError with the sequence still empty.
     """
     session.enter()
+    floors = [
+        max(held[layer.index].first for layer in session.layers if layer.group == group)
+        for group in range(len(session.pools))
+    ]
+    needed = [table.pages_from(floor, tokens) for table, floor in zip(row.tables, floors, strict=True)]
+    if not find_room(session.pools, needed, last_try=False):
+        for pool in session.pools:
+            pool.give_back()
     savepoint = session.journal.savepoint()
     try:
-        for group, (pool, table) in enumerate(zip(session.pools, row.tables, strict=True)):
-            floor = max(held[layer.index].first for layer in session.layers if layer.group == group)
-            table.open_at(floor, tokens, pool.allocate(table.pages_from(floor, tokens)))
+        for table, floor, pages in zip(row.tables, floors, allocate_each(session.pools, needed), strict=True):
+            table.open_at(floor, tokens, pages)
         for layer in session.layers:
             for stop, keys, values in held[layer.index].spans:
                 count = keys.shape[2]
                 step = GroupStep([row.tables[layer.group]], [stop], [count], count)
-                pages = session.pages_for(layer, keys, values)
-                session.writer.write(PagedKVMetadata(pages, step), keys, values)
+                layer_pages = session.pages_for(layer, keys, values)
+                session.writer.write(PagedKVMetadata(layer_pages, step), keys, values)
     except BaseException:
         session.journal.rollback(savepoint)
         raise

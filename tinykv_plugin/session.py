@@ -209,7 +209,12 @@ class PagedSession:
                 (1, *value_shape), layer.pages.spec.value_dtype
             )
         step = GroupStep([row.tables[layer.group]], [tokens], [1], 1)
-        return self.gather.dense(PagedKVMetadata(layer.pages, step))
+        before = layer.pages.last_read
+        # By an index: a view would be a holder of the pool's array, which the next write would have to copy.
+        keys, values = (side[int32([0])] for side in self.gather.dense(PagedKVMetadata(layer.pages, step)))
+        mx.eval(keys, values)
+        layer.pages.last_read = before  # this read is over
+        return keys, values
 
     def collect_abandoned(self) -> None:
         """Free the pages of requests whose caches are gone."""
@@ -221,6 +226,14 @@ class PagedSession:
             freed = sum(table.release() for table in tables)
             if freed:
                 self._context.emit("tinykv_request_freed", RequestFreed(tokens, freed))
+
+    def live_sequences(self) -> list[PagedSequence]:
+        """The requests there are; ``lock`` is held, but other threads may be dropping requests meanwhile."""
+        while True:
+            try:
+                return list(self.sequences)
+            except RuntimeError:  # the set changed size
+                continue
 
     def collect(self) -> None:
         """Free what was dropped."""
@@ -247,7 +260,7 @@ class PagedSession:
         """
         self.collect_abandoned()
         if threading.get_ident() == self._thread:
-            for row in list(self.sequences):
+            for row in self.live_sequences():
                 row.heal()
 
     def _short_of_slots(self, rows: Sequence[PagedSequence], query_lens: Sequence[int]) -> list[int]:
@@ -276,7 +289,7 @@ class PagedSession:
         spec = LayerSpec.of(keys, values)
         pool = self.pools[layer.group]
         if layer.pages is not None:
-            if any(row.tokens for row in self.sequences) or self.abandoned:
+            if any(row.tokens for row in self.live_sequences()) or self.abandoned:
                 raise CacheStateError(
                     f"layer {layer.index} writes {spec}, its pages hold {layer.pages.spec}; after changing a model's "
                     f"dtype or shapes drop its prompt caches, or detach and attach again"
@@ -302,13 +315,16 @@ class PagedSession:
         thread = threading.get_ident()
         if thread == self._thread:
             return
+        layers = [pages for pool in self.pools for pages in pool.layers.values()]
         try:
-            mx.eval([pages.state() for pool in self.pools for pages in pool.layers.values()])
+            mx.eval([pages.state() for pages in layers])
         except RuntimeError as error:
             raise CacheStateError(
                 f"another thread is in the middle of a step of this model ({error}); "
                 f"let it finish (mx.eval its output) before this thread uses the model"
             ) from None
+        for pages in layers:
+            pages.last_read = None  # that thread's, which can't be used here
         self._thread = thread
 
 
@@ -325,9 +341,10 @@ class GroupInfo:
 
 
 def _fits(spec: LayerSpec, keys: mx.array, values: mx.array) -> bool:
+    _, heads, _, key_dim = keys.shape
     return (
-        keys.shape[1] == spec.kv_heads
-        and keys.shape[3] == spec.key_dim
+        heads == spec.kv_heads
+        and key_dim == spec.key_dim
         and values.shape[3] == spec.value_dim
         and keys.dtype == spec.dtype
         and values.dtype == spec.value_dtype

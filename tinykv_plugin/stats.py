@@ -52,7 +52,7 @@ class PoolStats:
 
 def collect(session: PagedSession) -> PoolStats:
     """Count the pages of ``session``, whose lock is held."""
-    rows = [row for row in session.sequences if row.tokens or row.growing]
+    rows = [row for row in session.live_sequences() if row.tokens or row.growing]
     shared = slots_used = slots_filled = bytes_used = 0
     for group, pool in enumerate(session.pools):
         fill: dict[int, int] = {}

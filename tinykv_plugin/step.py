@@ -27,7 +27,18 @@ class GroupStep:
     tokens in the model's tensors (rows with fewer are padded on the right).
     """
 
-    __slots__ = ("_arrays", "_table", "context_lens", "page_size", "query_lens", "tables", "width")
+    __slots__ = (
+        "_arrays",
+        "_table",
+        "alone",
+        "context_lens",
+        "keep",
+        "page_size",
+        "query_lens",
+        "tables",
+        "width",
+        "window",
+    )
 
     def __init__(
         self,
@@ -42,26 +53,17 @@ class GroupStep:
         self.query_lens = query_lens
         self.width = width
         self.page_size = tables[0].page_size
+        self.window = tables[0].retention.window
+        self.keep = tables[0].retention.keep
+        # One row, without padding.
+        self.alone = len(tables) == 1 and query_lens[0] == width
         self._table = table
         self._arrays: dict[object, Any] = {}
-
-    @property
-    def window(self) -> int | None:
-        return self.tables[0].retention.window
-
-    @property
-    def keep(self) -> int:
-        return self.tables[0].retention.keep
 
     @property
     def starts(self) -> list[int]:
         """Tokens of each row before this step."""
         return [context - query for context, query in zip(self.context_lens, self.query_lens, strict=True)]
-
-    @property
-    def alone(self) -> bool:
-        """Whether the step has one row, without padding."""
-        return len(self.tables) == 1 and self.query_lens[0] == self.width
 
     def cached(self, key: object, make: Callable[[], T]) -> T:
         """``make()``, called once per step and ``key``; for backends that derive index arrays from the step."""

@@ -99,6 +99,7 @@ def make_session(
     page_size: int = 4,
     max_pages: int = 24,
     rewind: int = 3,
+    memory: int = 1 << 30,
 ) -> PagedSession:
     """A session with one layer per entry of ``windows``."""
     backend = ArrayBackend(faults)
@@ -110,18 +111,18 @@ def make_session(
         layers.append(PagedLayer(index, LayerChoice("full", window), list(groups).index(name), True, "", SPEC))
     emit: Callable[[str, object], None] = lambda name, event: None  # noqa: E731
     context: Any = SimpleNamespace(
-        config=KVCacheConfig(page_size=page_size, max_pages=max_pages, rewind=rewind, memory="1GiB"),
+        config=KVCacheConfig(page_size=page_size, max_pages=max_pages, rewind=rewind, memory=memory),
         emit=emit,
         gather=backend,
         own_cache=lambda: [None] * len(windows),
     )
-    session = PagedSession(context, CachePlan(layers, groups, [], backend), 1 << 30)
+    session = PagedSession(context, CachePlan(layers, groups, [], backend), memory)
     for pool in session.pools:
         allocate = pool.allocate
 
-        def faulty(count: int, allocate: Callable[[int], list[int]] = allocate) -> list[int]:
+        def faulty(count: int, promised: int = 0, allocate: Callable[[int, int], list[int]] = allocate) -> list[int]:
             faults.point()
-            return allocate(count)
+            return allocate(count, promised)
 
         pool.allocate = faulty  # type: ignore[method-assign]
     return session

@@ -120,6 +120,6 @@ def test_pages_counted_by_hand_for_windows() -> None:
         cache = make_prompt_cache(model)
         for index, token in enumerate(prompt(60)):
             logits(model, [token], cache)
-            # Positions index - 7 to index are read by the last token; pages before that are free again.
-            first = max(0, index - 7) // 4
+            # Pages go back when the next one is opened, by a token that reads the 7 positions before it.
+            first = max(0, index // 4 * 4 - 7) // 4
             assert kv.stats().pages_used == (index // 4 + 1) + (index // 4 + 1 - first), index

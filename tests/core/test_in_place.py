@@ -69,6 +69,14 @@ def test_somebody_else_holding_the_array_would_show(model: Any, kv: Attachment) 
     assert extra(lambda: logits(model, [6], cache)) < array_bytes(kv) / 10
 
 
+def test_keys_and_values_that_somebody_keeps_are_copies(model: Any, kv: Attachment) -> None:
+    cache = make_prompt_cache(model)
+    logits(model, prompt(20), cache)
+    kept = [layer.keys_and_values() for layer in cache]
+    assert extra(lambda: logits(model, [5], cache)) < array_bytes(kv) / 10
+    assert {keys.shape[2] for keys, _ in kept} == {20}
+
+
 def test_prefill_writes_in_place(model: Any, kv: Attachment) -> None:
     cache = make_prompt_cache(model)
     for size in (1, 70, 2, 33):

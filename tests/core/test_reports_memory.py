@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import re
 import time
 from typing import Any
@@ -245,20 +244,3 @@ def test_r68_the_message_names_the_limit_and_what_would_fit(kind: str, layers: i
     with pytest.raises(OutOfPagesError):
         run(int(value) - 1)
     run(int(value))
-
-
-def test_a_budget_serves_both_kinds_of_layers_up_to_its_last_page() -> None:
-    """A pool that grows ahead must not take what another one needs."""
-    model = shared("gemma3_text")
-    page = 2 * 4 * TOKEN_BYTES  # two layers in each group
-    for pages in itertools.chain(range(26, 120, 13)):
-        with tinykv.attach(model, page_size=4, memory=pages * page, rewind=0) as kv:
-            cache = make_prompt_cache(model)
-            count = 0
-            with pytest.raises(OutOfPagesError):
-                for token in itertools.cycle(prompt(97)):
-                    logits(model, [token], cache)
-                    count += 1
-            # A window of 8 takes at most 3 pages of 4 tokens, 4 while one is dropped; the rest is for full attention.
-            assert kv.stats().pages_used >= pages - 4, (pages, count)
-            kv.check()

@@ -53,7 +53,7 @@ def test_r16_a_stored_prefix_is_not_changed_by_who_fetched_it(kind: str, page_si
             for token in range(6):
                 logits(model, [token], fetched)
             own = [KVCache() for _ in model.layers] if kind == "llama" else type(model).make_cache(model)
-            assert largest_difference(mine, logits(model, tokens, own)[-5:]) < 2e-5
+            assert largest_difference(mine, logits(model, tokens, own)[-5:]) < 1e-4
             assert page_bits(kv, cache) == stored, "the stored pages changed"
             kv.check()
 
@@ -97,12 +97,17 @@ def test_r62_stale_nan_in_a_reused_page_reaches_nothing(kind: str) -> None:
     with tinykv.attach(model, page_size=8) as kv:
 
         def poison() -> None:
-            """NaN in every slot of every page, none of which is in use."""
+            """Leave NaN in every slot of pages that the next requests get."""
+            cache = make_prompt_cache(model)
+            for layer in cache:
+                spec = layer._layer.spec
+                for_each = (1, spec.kv_heads, 200)
+                layer.update_and_fetch(
+                    mx.full((*for_each, spec.key_dim), mx.nan), mx.full((*for_each, spec.value_dim), mx.nan)
+                )
+            mx.eval([layer.state for layer in cache])
+            del cache, layer
             assert kv.stats().pages_used == 0
-            for layer in kv.session.layers:
-                for side in (layer.pages.keys, layer.pages.values):
-                    side[:] = mx.nan
-                    mx.eval(side)
 
         greedy(model, prompts[0], 1)
         for tokens, own in zip(prompts, expected, strict=True):
@@ -138,11 +143,12 @@ def in_thread(run: Callable[[], Any]) -> Any:
     return found[0]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-def test_r56_a_cache_filled_in_one_thread_goes_on_in_another(kind: str) -> None:
+@pytest.mark.parametrize("attention", ["auto", "gather"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "deepseek_v3"])
+def test_r56_a_cache_filled_in_one_thread_goes_on_in_another(kind: str, attention: str) -> None:
     model = shared(kind)
     expected = greedy(model, prompt(20), 12)
-    with tinykv.attach(model, page_size=4) as kv:
+    with tinykv.attach(model, page_size=4, attention=attention) as kv:
         cache = make_prompt_cache(model)
         logits(model, prompt(20)[:-1], cache)
         assert in_thread(lambda: greedy(model, prompt(20)[-1:], 12, cache=copy.deepcopy(cache))) == expected
@@ -163,7 +169,7 @@ def test_r56_what_prefill_left_unevaluated_is_finished_or_named(small: Any) -> N
         assert {layer.offset for layer in cache} == {20}
         mx.eval(out)
         found = in_thread(lambda: logits(small, [1], cache))
-        assert largest_difference(found, logits(small, [*prompt(20), 1], make_prompt_cache(small))[-1:]) < 2e-5
+        assert largest_difference(found, logits(small, [*prompt(20), 1], make_prompt_cache(small))[-1:]) < 1e-4
         kv.check()
 
 

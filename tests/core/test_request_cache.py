@@ -17,7 +17,7 @@ import tinykv_plugin as tinykv
 from tinykv_plugin.errors import CacheStateError
 from tinykv_plugin.masks import sequence_mask
 
-TOLERANCE = 2e-5
+TOLERANCE = 2e-4
 
 # Full attention; windows of 8; windows with sinks; latent K/V that the model reads itself; hybrid; arrays, not handles.
 KINDS = ["llama", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_next", "phi"]

@@ -55,7 +55,7 @@ def test_the_plan_and_what_is_generated_with_it(kind: str) -> None:
         assert [line.layer for line in kv.plan] == list(range(len(lines)))
         assert [greedy(model, tokens, 14) for tokens in prompts] == whole
         assert greedy(model, prompts[0], 14, prefill_step_size=5) == pieces
-        assert largest_difference(logits(model, prompt(20), make_prompt_cache(model)), checked) < 2e-5
+        assert largest_difference(logits(model, prompt(20), make_prompt_cache(model)), checked) < 1e-4
         kv.check()
         assert kv.stats().pages_used == 0
         assert (kv.stats().growths > 0) == any(line.kind != "dense" for line in kv.plan)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import OutOfPagesError, RequestTooLargeError
-from ..pool import PagePool
+from ..pool import find_room
 from ..sequence import PagedSequence
 from ..session import KEPT_TOKENS, PagedSession
 
@@ -80,12 +79,9 @@ class Admission:
 
     def has_room(self, need: Footprint, promised: Footprint) -> bool:
         """Whether ``need`` fits beside what is used now and what is ``promised`` to running requests."""
-        pools: Sequence[PagePool] = self._session.pools
         self._session.collect()
-        total = need + promised
-        growth = 0
-        for pages, pool in zip(total.pages, pools, strict=True):
-            if pool.max_pages is not None and pages > pool.max_pages - pool.allocator.used:
-                return False
-            growth += max(0, pages - pool.allocator.free) * pool.page_bytes
-        return growth <= self._session.budget.left
+        try:
+            find_room(self._session.pools, (need + promised).pages, last_try=False)
+        except OutOfPagesError:
+            return False
+        return True

@@ -288,9 +288,24 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             except FULL as error:
                 if self._offers.open:
                     return False
-                if not self._reclaim():
+                if not self._reclaim() and not self._release_waiting():
                     self._make_room(error, out)
         return True
+
+    def _release_waiting(self) -> bool:
+        """Have the youngest waiting request that brought pages along give them up, to be computed; False if none did.
+
+        Only if it is known which tokens are in them.
+        """
+        queue = self._unprocessed_sequences
+        for index in reversed(range(len(queue))):
+            uid, segments, limit, cache, known, *options = queue[index]
+            row = _row(cache)
+            if row is not None and row.tokens and row.tokens == len(known):
+                segments = [known + segments[0], *segments[1:]] if len(segments) > 1 else [known, *segments]
+                queue[index] = (uid, segments, limit, self._session.make_cache(row.max_kv_size), [], *options)
+                return True
+        return False
 
     def _make_room(self, error: Exception, out: list[Any]) -> None:
         uids = [*self._generation_batch.uids, *self._prompt_batch.uids]

@@ -82,7 +82,14 @@ def print_texts(out: Console, comparison: Comparison) -> None:
 
 def figures_table(comparisons: Sequence[Comparison]) -> Table:
     """Bytes, waste and speed of both ways."""
-    table = Table("", "", "dense (mlx-lm)", "paged", title="K/V held (a batch: when it held most), and speed", title_justify="left")
+    table = Table(
+        "",
+        "",
+        "dense (mlx-lm)",
+        "paged",
+        title="K/V held (a batch: when it held most), and speed",
+        title_justify="left",
+    )
     for comparison in comparisons:
         rows = (
             ("K/V bytes held", format_bytes(comparison.dense.bytes_held), format_bytes(comparison.paged.bytes_held)),

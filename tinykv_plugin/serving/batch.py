@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_lm import server as mlx_server
 
 from ..batching.generator import PagedBatchGenerator
+from .failures import without_traceback
 from .metrics import ServerMetrics
 from .prompt_cache import PagedPromptCache
 from .ticket import Ticket
@@ -49,7 +50,7 @@ class ServedBatch:
     """Drives a PagedBatchGenerator and tells each request's ticket what it has generated.
 
     Whatever goes wrong with one request ends that request only. Used by the generation thread alone; other threads may
-    read ``running``.
+    read ``running``, the number of requests that have pages.
     """
 
     def __init__(
@@ -64,15 +65,11 @@ class ServedBatch:
         self._prompt_cache = prompt_cache
         self._metrics = metrics
         self._rows: dict[int, _Row] = {}
+        self.running = 0
         self._generator = PagedBatchGenerator(provider.model, reclaim=prompt_cache.reclaim, **options)
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    @property
-    def running(self) -> int:
-        """Requests that have pages."""
-        return self._generator.running
 
     @property
     def room(self) -> int:
@@ -112,6 +109,9 @@ class ServedBatch:
         self._report(prompted, generator._counters.prompt_tokens - run)
         self._store_segments(prompted)
         self._deliver(generated)
+        # What was not stored is not wanted; there may be no next step to free its pages.
+        generator._offers.withdraw()
+        self.running = generator.running
 
     def unwanted(self) -> list[int]:
         """Requests that are over for their clients, but not here."""
@@ -124,6 +124,7 @@ class ServedBatch:
             row = self._rows.pop(uid, None)
             if row is not None:
                 row.ticket.end("cancelled")
+        self.running = self._generator.running
 
     def close(self) -> None:
         """Give everything back; requests that are left just go."""
@@ -161,9 +162,9 @@ class ServedBatch:
     def _store(self, tokens: list[int], cache: list[Any], kind: str) -> None:
         try:
             self._prompt_cache.insert_cache(self._model_key, tokens[:], cache, cache_type=kind)
-        except Exception:
+        except Exception as error:
             # The answer doesn't depend on it.
-            log.exception("a prompt could not be stored")
+            log.error("a prompt could not be stored: %s", without_traceback(error))
 
     def _deliver(self, responses: Iterable[Any]) -> None:
         ours = [(self._rows[response.uid], response) for response in responses if response.uid in self._rows]

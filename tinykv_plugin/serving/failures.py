@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import re
+import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import OutOfPagesError, QueueFullError, RequestTooLargeError, TinyKVError
+
+
+class InvalidRequestError(TinyKVError, ValueError):
+    """A request can't be understood: its client has to change it."""
+
+
+def without_traceback(error: Exception) -> str:
+    """The traceback of ``error`` as text, for the log; the error keeps none.
+
+    Its frames would hold a request's caches, and with them pages, for as long as a client or a log keeps the error.
+    """
+    text = "".join(traceback.format_exception(error))
+    error.__traceback__ = error.__context__ = None
+    return text
 
 
 @dataclass(frozen=True)
@@ -22,7 +37,8 @@ def failure_of(error: Exception, *, started: bool) -> Failure:
     """What to answer to a request that ended with ``error``; ``started`` says whether it had begun to run."""
     if isinstance(error, QueueFullError):
         return Failure(429, _body(error, "rate_limit_error"), {"Retry-After": str(error.retry_after)})
-    if isinstance(error, RequestTooLargeError) or (isinstance(error, OutOfPagesError) and not started):
+    too_large = isinstance(error, RequestTooLargeError) or (isinstance(error, OutOfPagesError) and not started)
+    if too_large or isinstance(error, InvalidRequestError):
         return Failure(400, _body(error, "invalid_request_error"))
     return Failure(500, _body(error, "server_error"))
 

@@ -37,8 +37,9 @@ class PagedAPIHandler(APIHandler):  # type: ignore[misc]
 
     def do_GET(self) -> None:  # noqa: N802
         """Answer a question about the server."""
-        ours: dict[str, Callable[[], object]] = {"/metrics": self._send_metrics, "/kv/stats": self._send_stats}
-        self._answer(ours.get(self.path.partition("?")[0], super().do_GET))
+        ours = {"/metrics": self._send_metrics, "/kv/stats": self._send_stats}
+        theirs: Any = super().do_GET
+        self._answer(ours.get(self.path.partition("?")[0], theirs))
 
     def flush_headers(self) -> None:
         """Send the headers collected so far."""

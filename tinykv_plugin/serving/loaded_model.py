@@ -16,22 +16,19 @@ log = logging.getLogger("tinykv")
 class LoadedModel:
     """What mlx-lm's ModelProvider ``provider`` has loaded: one model, perhaps with a draft model.
 
-    ``paged`` says whether its caches are in pages (true while nothing is loaded), ``failed`` whether the last attempt
-    to load something failed. ``sessions`` may be read by any thread.
+    ``name`` is the folder or repository it was loaded from, ``vocabulary`` how many tokens it knows. ``paged`` says
+    whether its caches are in pages (true while nothing is loaded), ``failed`` whether the server was started with a
+    model that can't be loaded. Any thread may read these.
     """
 
     def __init__(self, provider: Any) -> None:
         self.provider = provider
+        self.name: str | None = None
+        self.vocabulary = 0
         self.sessions: dict[str, PagedSession] = {}
         self.paged = True
         self.failed = False
         self._max_kv_size: int | None = None
-
-    @property
-    def name(self) -> str | None:
-        """The folder or repository it was loaded from."""
-        key = self.provider.model_key
-        return str(key[0]) if key else None
 
     def is_named(self, names: Any) -> bool:
         """Whether this is the model that a request names."""
@@ -46,16 +43,21 @@ class LoadedModel:
     def load_default(self) -> None:
         """Load the model given at the start. If that fails, each request will try again, and get the reason."""
         try:
-            self._load(self.provider.load_default)
+            self.provider.load_default()
+            self._look()
         except Exception:
+            self.failed = True
             log.exception("the model could not be loaded; requests that need it will fail")
 
     def load(self, names: Any) -> None:
         """Load what a request names, in place of what was loaded. Raises whatever goes wrong."""
-        self._load(lambda: self.provider.load(names.model, names.adapter, names.draft))
+        self.provider.load(names.model, names.adapter, names.draft)
+        self._look()
+        self.failed = False
 
     def forget(self) -> None:
         """Drop what would keep the model alive."""
+        self.name = None
         self.sessions = {}
 
     def make_room(self, tokens: int, drafted: int, chunk: int, reclaim: Callable[[], bool]) -> None:
@@ -82,16 +84,25 @@ class LoadedModel:
                 total += sum(pool.allocator.used * pool.page_bytes for pool in session.pools)
         return total
 
-    def _load(self, load: Callable[[], object]) -> None:
-        self.failed = True
-        load()
-        sessions = {}
-        models = {"main": self.provider.model, "draft": self.provider.draft_model}
-        for label, model in models.items():
+    def _look(self) -> None:
+        """Note what was loaded. Its pools are planned here, in the thread that will use them."""
+        provider, sessions = self.provider, {}
+        for label, model in (("main", provider.model), ("draft", provider.draft_model)):
             kv = attachment_of(model) if model is not None else None
             if kv is not None and isinstance(kv.session, PagedSession):
                 sessions[label] = kv.session
                 self._max_kv_size = kv.config.max_kv_size
         self.sessions = sessions
-        self.paged = models["main"] is None or "main" in sessions
-        self.failed = False
+        self.paged = provider.model is None or "main" in sessions
+        self.name = str(provider.model_key[0]) if provider.model_key else None
+        self.vocabulary = _vocabulary(provider.model, provider.tokenizer)
+
+
+def _vocabulary(model: Any, tokenizer: Any) -> int:
+    """How many logits ``model`` returns for a token, as far as can be told without running it."""
+    if model is None:
+        return 0
+    args = getattr(model, "args", None)
+    text = getattr(args, "text_config", None) or {}
+    nested = text.get("vocab_size") if isinstance(text, dict) else getattr(text, "vocab_size", None)
+    return int(getattr(args, "vocab_size", None) or nested or tokenizer.vocab_size)

@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_lm import server as mlx_server
 
 from .batch import Prompt, ServedBatch
+from .failures import InvalidRequestError, without_traceback
 from .line import WaitingLine
 from .loaded_model import LoadedModel
 from .metrics import ServerMetrics, ServerState
@@ -62,7 +63,7 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
 
     @property
     def is_healthy(self) -> bool:
-        """Whether requests are served: the thread lives, and the last attempt to load a model succeeded."""
+        """Whether requests are served: the thread lives, and the model it was started with could be loaded."""
         return bool(self.generation_available()) and not self._model.failed
 
     def state(self) -> ServerState:
@@ -94,7 +95,8 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
         if self._is_distributed:
             # All ranks have to draw the same samples.
             state: Any = mx.random.state
-            mx.random.seed(int(mx.distributed.all_sum(state[0]).view(mx.uint64).item()))
+            seed: Any = mx.distributed.all_sum(state[0]).view(mx.uint64).item()
+            mx.random.seed(seed)
         self._model.load_default()
         while not self._stop:
             try:
@@ -103,7 +105,7 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
                 else:
                     super()._generate()
             except Exception as error:
-                log.exception("the requests under way failed")
+                log.error("the requests under way failed: %s", without_traceback(error))
                 self._drop_batch()
                 self._line.fail_taken(error)
         self._forget_model()
@@ -128,6 +130,8 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
 
     def _take_requests(self) -> None:
         while self._model.paged and not self._stop:
+            if not self._batch:
+                self._line.publish(self._room)
             if self._next is None and self._room:
                 self._next = self._next_request(None if self._batch else IDLE_SECONDS)
             if self._next is None:
@@ -169,7 +173,12 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
             self._model.load(args.model)
         if not self._model.paged:
             self._line.give_back(ticket)
-        elif self._is_batched(request, args):
+            return
+        for token in args.logits.logit_bias or ():
+            # mlx doesn't check indices: it would read and write somewhere else.
+            if not 0 <= token < self._model.vocabulary:
+                raise InvalidRequestError(f"logit_bias: the model has {self._model.vocabulary} tokens, not {token}")
+        if self._is_batched(request, args):
             self._add_to_batch(ticket, request, args)
         else:
             self._serve_alone(ticket, request, args)
@@ -217,7 +226,12 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
         self._keep_limit()
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
-        tokenized = super()._tokenize(tokenizer, request, args)
+        try:
+            tokenized = super()._tokenize(tokenizer, request, args)
+        except Exception as error:
+            raise InvalidRequestError(f"the prompt can't be tokenized: {type(error).__name__}: {error}") from None
+        if not tokenized[0]:
+            raise InvalidRequestError("the prompt is empty")
         if self._alone is not None:
             tokens = len(tokenized[0]) + args.max_tokens
             chunk = self.cli_args.prefill_step_size

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_lm.server import GenerationContext
 
 from ..errors import QueueFullError, RequestTooLargeError, TinyKVError
+from .failures import InvalidRequestError, without_traceback
 
 if TYPE_CHECKING:
     from .line import WaitingLine
@@ -89,11 +90,10 @@ class Ticket:
         if self.over:
             self.end("cancelled")
             return
-        refused = isinstance(error, (QueueFullError, RequestTooLargeError))
+        text = without_traceback(error)
         if not (logged or isinstance(error, TinyKVError)):
-            log.error("a request failed", exc_info=error)
-        # The traceback's frames may hold the request's caches, and with them pages, while the client is answered.
-        error.__traceback__ = error.__context__ = None
+            log.error("a request failed: %s", text)
+        refused = isinstance(error, (InvalidRequestError, QueueFullError, RequestTooLargeError))
         self.end("refused" if refused else "failed", error)
 
     def end(self, outcome: str, last: Exception | None = None) -> None:

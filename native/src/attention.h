@@ -1,0 +1,70 @@
+#pragma once
+// One attention call over paged keys and values, as pointers and numbers: nothing here knows mlx.
+#include <cstdint>
+
+#include "kernel_table.h"
+
+namespace tinykv {
+
+enum class MaskKind : int { none, boolean, additive };
+
+// Shapes: queries (batch, query_heads, query_len, key_dim); pages (num_pages, kv_heads, page_size, dim), contiguous;
+// out (batch, query_heads, query_len, value_dim), contiguous. Query i of row b is at position
+// context_lens[b] - query_lens[b] + i.
+struct Attention {
+  int batch = 0;
+  int query_heads = 0;
+  int kv_heads = 0;
+  int query_len = 0;
+  int key_dim = 0;
+  int value_dim = 0;
+  int num_pages = 0;
+  int page_size = 0;
+  int table_width = 0;
+
+  const char* queries = nullptr;
+  Dtype dtype = Dtype::float32;  // of queries and out
+  int64_t query_strides[4] = {};  // in elements
+  const char* keys = nullptr;
+  Dtype key_dtype = Dtype::float32;
+  const char* values = nullptr;
+  Dtype value_dtype = Dtype::float32;
+  char* out = nullptr;
+
+  const int32_t* block_table = nullptr;   // batch x table_width
+  const int32_t* context_lens = nullptr;  // batch
+  const int32_t* query_lens = nullptr;    // batch; queries from there on are padding and give zeros
+
+  float scale = 1;
+  bool causal = false;  // a query sees positions up to its own; else up to the row's end
+  int window = 0;       // positions a query looks back on, its own included; 0 for all
+  int keep = 0;         // first positions that the window doesn't drop; only with one query per row
+  float softcap = 0;
+  const float* sinks = nullptr;  // query_heads, or null
+
+  MaskKind mask = MaskKind::none;
+  const char* mask_data = nullptr;  // bool or float, (batch, query_heads, query_len, positions) at its strides
+  int64_t mask_strides[4] = {};
+  int mask_positions = 0;
+
+  int rows_per_token() const { return query_heads / kv_heads; }
+};
+
+// The positions that one query, or some, may see: [0, kept) and [begin, end).
+struct Visible {
+  int kept;
+  int begin;
+  int end;
+};
+// What query `token` of `row` sees.
+Visible visible(const Attention& attention, int row, int token);
+
+// Throws std::out_of_range, with the numbers, if the call would read beyond the table, the pages or the mask. Every
+// entry of the block table that the call reads is looked at.
+void check(const Attention& attention);
+
+// Computes `out`. The call must have passed check(). A row's result doesn't depend on the rest of the batch or on the
+// number of threads.
+void run(const Attention& attention);
+
+}  // namespace tinykv

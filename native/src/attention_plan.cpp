@@ -1,0 +1,43 @@
+#include "attention_plan.h"
+
+#include <algorithm>
+
+namespace tinykv {
+namespace {
+
+// Query rows of a unit when there are many queries: a multiple of the kernels' tile of 6 for the usual head counts.
+constexpr int kUnitRows = 72;
+
+}  // namespace
+
+Plan plan(const Attention& attention) {
+  Plan plan;
+  const int heads = attention.rows_per_token();
+  const int most_tokens = std::max(1, kUnitRows / heads);
+  for (int row = 0; row < attention.batch; ++row) {
+    const int queries = attention.query_lens[row];
+    // The last queries see most: with them first the threads end together.
+    for (int tile = (queries + most_tokens - 1) / most_tokens - 1; tile >= 0; --tile) {
+      Unit unit{};
+      unit.row = row;
+      unit.first_token = tile * most_tokens;
+      unit.tokens = std::min(most_tokens, queries - unit.first_token);
+      const Visible first = visible(attention, row, unit.first_token);
+      const Visible last = visible(attention, row, unit.first_token + unit.tokens - 1);
+      unit.seen = {first.kept, first.begin, last.end};
+      unit.kept_parts = (first.kept + kPart - 1) / kPart;
+      unit.first_part = std::max(first.begin / kPart, unit.kept_parts);
+      unit.parts = unit.kept_parts + std::max(0, (last.end + kPart - 1) / kPart - unit.first_part);
+      for (unit.kv_head = 0; unit.kv_head < attention.kv_heads; ++unit.kv_head) plan.units.push_back(unit);
+
+      const int rows = heads * unit.tokens;
+      plan.most_rows = std::max(plan.most_rows, rows);
+      plan.parts += unit.parts * attention.kv_heads;
+      plan.operations += 2.0 * rows * attention.kv_heads * (first.kept + last.end - first.begin) *
+                         (attention.key_dim + attention.value_dim);
+    }
+  }
+  return plan;
+}
+
+}  // namespace tinykv

@@ -1,0 +1,158 @@
+#pragma once
+// Scores of query rows against one block of tokens: scores[row][token] = queries[row] . keys[token].
+#include "simd.h"
+
+namespace {
+
+// Rows that share each key vector while it is in a register.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int kScoreRows = 2;
+#else
+constexpr int kScoreRows = 4;
+#endif
+
+// Fetches the cache line that `from` begins, if the vector there is the first of a line.
+template <class T>
+TINYKV_INLINE void prefetch(const char* row, int dim) {
+  constexpr int kLine = 64 / sizeof(T);
+  if (dim % kLine == 0) __builtin_prefetch(row + dim * sizeof(T), 0, 2);
+}
+
+// kRows rows against kTokens tokens, straight from the pages.
+template <class T, int kRows, int kTokens, bool kPrefetch>
+TINYKV_INLINE void score_tile(
+    const float* queries, int dim, const char* const* keys, const char* const* next, float* scores) {
+  Floats sums[kRows][kTokens] = {};
+  const int stride = tinykv::padded(dim), whole = dim / kLanes * kLanes;
+  for (int d = 0; d < whole; d += kLanes) {
+    Floats key[kTokens];
+    TINYKV_UNROLL
+    for (int t = 0; t < kTokens; ++t) {
+      key[t] = load((const T*)keys[t] + d);
+      if (kPrefetch) prefetch<T>(next[t], d);
+    }
+    TINYKV_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      Floats query = load(queries + r * stride + d);
+      TINYKV_UNROLL
+      for (int t = 0; t < kTokens; ++t) sums[r][t] += query * key[t];
+    }
+  }
+  if (kLanes > 8 && whole < dim) {
+    TINYKV_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      Floats query = load(queries + r * stride + whole);
+      TINYKV_UNROLL
+      for (int t = 0; t < kTokens; ++t) sums[r][t] += query * load_tail((const T*)keys[t] + whole);
+    }
+  }
+  TINYKV_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    float* row = scores + r * tinykv::kBlock;
+    if constexpr (kTokens == 1) {
+      row[0] = sum(sums[r][0]);
+    } else {
+      TINYKV_UNROLL
+      for (int t = 0; t < kTokens; t += 4)
+        store_sums(row + t, sums[r][t], sums[r][t + 1], sums[r][t + 2], sums[r][t + 3]);
+    }
+  }
+}
+
+template <class T, int kRows, bool kPrefetch>
+TINYKV_INLINE void score_rows(
+    const float* queries, int dim, const char* const* keys, const char* const* next, int tokens, float* scores) {
+  // One row alone needs more tokens in flight to hide the latency of its sums.
+  constexpr int kTokens = kRows == 1 ? 8 : 4;
+  int t = 0;
+  for (; t + kTokens <= tokens; t += kTokens)
+    score_tile<T, kRows, kTokens, kPrefetch>(queries, dim, keys + t, next + t, scores + t);
+  for (; t < tokens; ++t) score_tile<T, kRows, 1, kPrefetch>(queries, dim, keys + t, next + t, scores + t);
+}
+
+// Few rows: keys are read from the pages for each kScoreRows of them, and `next` is fetched meanwhile.
+template <class T>
+void score_few(
+    const float* queries, int rows, int dim, const char* const* keys, const char* const* next, int tokens,
+    float* scores) {
+  const int stride = tinykv::padded(dim);
+  int r = 0;
+  auto advance = [&](auto score, int count) {
+    score(queries + r * stride, dim, keys, next, tokens, scores + r * tinykv::kBlock);
+    r += count;
+  };
+  // The first pass brings the tokens in; only it has time to fetch more.
+  const int first = rows < kScoreRows ? rows : kScoreRows;
+  if (first == 4) advance(score_rows<T, 4, true>, 4);
+  else if (first == 3) advance(score_rows<T, 3, true>, 3);
+  else if (first == 2) advance(score_rows<T, 2, true>, 2);
+  else advance(score_rows<T, 1, true>, 1);
+  for (; r + kScoreRows <= rows;) advance(score_rows<T, kScoreRows, false>, kScoreRows);
+  if (rows - r == 3) advance(score_rows<T, 3, false>, 3);
+  else if (rows - r == 2) advance(score_rows<T, 2, false>, 2);
+  else if (rows - r == 1) advance(score_rows<T, 1, false>, 1);
+}
+
+// Keys of a block as columns of floats: to[d][token], zeros beyond `tokens`.
+template <class T>
+void transpose_keys(const char* const* keys, int tokens, int dim, float* to) {
+  for (int t = 0; t < tokens; t += kLanes) {
+    for (int d = 0; d < dim; d += kLanes) {
+      Floats square[kLanes];
+      const bool whole = d + kLanes <= dim;
+      for (int i = 0; i < kLanes; ++i) {
+        if (t + i >= tokens) square[i] = Floats{};
+        else square[i] = whole ? load((const T*)keys[t + i] + d) : load_tail((const T*)keys[t + i] + d);
+      }
+      transpose(square);
+      for (int i = 0; i < kLanes; ++i) store(to + (d + i) * tinykv::kBlock + t, square[i]);
+    }
+  }
+}
+
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kTileVectors = 4;
+#else
+constexpr int kTileVectors = 2;
+#endif
+constexpr int kTileRows = 6;
+
+// kRows rows against kTileVectors vectors of transposed keys.
+template <int kRows>
+TINYKV_INLINE void score_columns_tile(const float* queries, int dim, const float* columns, float* scores) {
+  Floats sums[kRows][kTileVectors] = {};
+  const int stride = tinykv::padded(dim);
+  for (int d = 0; d < dim; ++d) {
+    Floats key[kTileVectors];
+    TINYKV_UNROLL
+    for (int v = 0; v < kTileVectors; ++v) key[v] = load(columns + d * tinykv::kBlock + v * kLanes);
+    TINYKV_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      Floats query = splat(queries[r * stride + d]);
+      TINYKV_UNROLL
+      for (int v = 0; v < kTileVectors; ++v) sums[r][v] += query * key[v];
+    }
+  }
+  TINYKV_UNROLL
+  for (int r = 0; r < kRows; ++r)
+    TINYKV_UNROLL
+    for (int v = 0; v < kTileVectors; ++v) store(scores + r * tinykv::kBlock + v * kLanes, sums[r][v]);
+}
+
+// Many rows: against keys that were transposed once for all of them.
+void score_columns(const float* queries, int rows, int dim, const float* columns, int tokens, float* scores) {
+  constexpr int kStep = kTileVectors * kLanes;
+  const int stride = tinykv::padded(dim);
+  for (int t = 0; t < tokens; t += kStep) {
+    int r = 0;
+    auto advance = [&](auto score, int count) {
+      for (; r + count <= rows; r += count)
+        score(queries + (size_t)r * stride, dim, columns + t, scores + (size_t)r * tinykv::kBlock + t);
+    };
+    advance(score_columns_tile<kTileRows>, kTileRows);
+    advance(score_columns_tile<3>, 3);
+    advance(score_columns_tile<1>, 1);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,144 @@
+#pragma once
+// The weighted sum of one block of values: out[row] += weights[row][token] * values[token].
+#include "kernel_scores.h"
+
+namespace {
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int kValueRows = 4;
+constexpr int kValueVectors = 2;
+#else
+constexpr int kValueRows = 4;
+constexpr int kValueVectors = 4;
+#endif
+
+// kRows rows, kVectors vectors of columns, straight from the pages; `kTail` is for the last 8 columns.
+template <class T, int kRows, int kVectors, bool kPrefetch, bool kTail = false>
+TINYKV_INLINE void value_tile(
+    const float* weights, const char* const* values, const char* const* next, int column, int tokens, float* out,
+    int stride) {
+  Floats sums[kRows][kVectors];
+  TINYKV_UNROLL
+  for (int r = 0; r < kRows; ++r)
+    TINYKV_UNROLL
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = load(out + r * stride + column + v * kLanes);
+  for (int t = 0; t < tokens; ++t) {
+    Floats value[kVectors];
+    TINYKV_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      const T* from = (const T*)values[t] + column + v * kLanes;
+      value[v] = kTail ? load_tail(from) : load(from);
+      if (kPrefetch) prefetch<T>(next[t], column + v * kLanes);
+    }
+    TINYKV_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      Floats weight = splat(weights[r * tinykv::kBlock + t]);
+      TINYKV_UNROLL
+      for (int v = 0; v < kVectors; ++v) sums[r][v] += weight * value[v];
+    }
+  }
+  TINYKV_UNROLL
+  for (int r = 0; r < kRows; ++r)
+    TINYKV_UNROLL
+    for (int v = 0; v < kVectors; ++v) store(out + r * stride + column + v * kLanes, sums[r][v]);
+}
+
+template <class T, int kRows, bool kPrefetch>
+TINYKV_INLINE void value_rows(
+    const float* weights, const char* const* values, const char* const* next, int tokens, int dim, float* out) {
+  constexpr int kVectors = kValueVectors;
+  const int stride = tinykv::padded(dim);
+  int column = 0;
+  // One row alone takes more columns at once to hide the latency of its sums.
+  for (; kRows == 1 && column + 2 * kVectors * kLanes <= dim; column += 2 * kVectors * kLanes)
+    value_tile<T, kRows, 2 * kVectors, kPrefetch>(weights, values, next, column, tokens, out, stride);
+  for (; column + kVectors * kLanes <= dim; column += kVectors * kLanes)
+    value_tile<T, kRows, kVectors, kPrefetch>(weights, values, next, column, tokens, out, stride);
+  for (; column + kLanes <= dim; column += kLanes)
+    value_tile<T, kRows, 1, kPrefetch>(weights, values, next, column, tokens, out, stride);
+  if (kLanes > 8 && column < dim)
+    value_tile<T, kRows, 1, kPrefetch, true>(weights, values, next, column, tokens, out, stride);
+}
+
+// Few rows: values are read from the pages for each kValueRows of them, and `next` is fetched meanwhile.
+template <class T>
+void add_values_few(
+    const float* weights, int rows, const char* const* values, const char* const* next, int tokens, int dim,
+    float* out) {
+  const int stride = tinykv::padded(dim);
+  int r = 0;
+  auto advance = [&](auto add, int count) {
+    add(weights + r * tinykv::kBlock, values, next, tokens, dim, out + r * stride);
+    r += count;
+  };
+  const int first = rows < kValueRows ? rows : kValueRows;
+  if (first == 4) advance(value_rows<T, 4, true>, 4);
+  else if (first == 3) advance(value_rows<T, 3, true>, 3);
+  else if (first == 2) advance(value_rows<T, 2, true>, 2);
+  else advance(value_rows<T, 1, true>, 1);
+  for (; r + kValueRows <= rows;) advance(value_rows<T, kValueRows, false>, kValueRows);
+  if (rows - r == 3) advance(value_rows<T, 3, false>, 3);
+  else if (rows - r == 2) advance(value_rows<T, 2, false>, 2);
+  else if (rows - r == 1) advance(value_rows<T, 1, false>, 1);
+}
+
+// Values of a block as rows of floats: to[token][column], zeros in the padding.
+template <class T>
+void convert_values(const char* const* values, int tokens, int dim, float* to) {
+  const int stride = tinykv::padded(dim), whole = dim / kLanes * kLanes;
+  for (int t = 0; t < tokens; ++t) {
+    const T* from = (const T*)values[t];
+    for (int d = 0; d < whole; d += kLanes) store(to + t * stride + d, load(from + d));
+    if (kLanes > 8 && whole < dim) store(to + t * stride + whole, load_tail(from + whole));
+  }
+}
+
+template <int kRows, int kVectors>
+TINYKV_INLINE void value_columns_tile(const float* weights, const float* values, int tokens, int stride, float* out) {
+  Floats sums[kRows][kVectors];
+  TINYKV_UNROLL
+  for (int r = 0; r < kRows; ++r)
+    TINYKV_UNROLL
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = load(out + r * stride + v * kLanes);
+  for (int t = 0; t < tokens; ++t) {
+    Floats value[kVectors];
+    TINYKV_UNROLL
+    for (int v = 0; v < kVectors; ++v) value[v] = load(values + t * stride + v * kLanes);
+    TINYKV_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      Floats weight = splat(weights[r * tinykv::kBlock + t]);
+      TINYKV_UNROLL
+      for (int v = 0; v < kVectors; ++v) sums[r][v] += weight * value[v];
+    }
+  }
+  TINYKV_UNROLL
+  for (int r = 0; r < kRows; ++r)
+    TINYKV_UNROLL
+    for (int v = 0; v < kVectors; ++v) store(out + r * stride + v * kLanes, sums[r][v]);
+}
+
+template <int kRows>
+TINYKV_INLINE void value_columns(const float* weights, const float* values, int tokens, int dim, float* out) {
+  constexpr int kStep = kTileVectors * kLanes;
+  const int stride = tinykv::padded(dim);
+  int column = 0;
+  for (; column + kStep <= dim; column += kStep)
+    value_columns_tile<kRows, kTileVectors>(weights, values + column, tokens, stride, out + column);
+  for (; column < dim; column += kLanes)
+    value_columns_tile<kRows, 1>(weights, values + column, tokens, stride, out + column);
+}
+
+// Many rows: from values that were converted once for all of them.
+void add_values(const float* weights, int rows, const float* values, int tokens, int dim, float* out) {
+  const int stride = tinykv::padded(dim);
+  int r = 0;
+  auto advance = [&](auto add, int count) {
+    for (; r + count <= rows; r += count)
+      add(weights + (size_t)r * tinykv::kBlock, values, tokens, dim, out + (size_t)r * stride);
+  };
+  advance(value_columns<kTileRows>, kTileRows);
+  advance(value_columns<3>, 3);
+  advance(value_columns<1>, 1);
+}
+
+}  // namespace

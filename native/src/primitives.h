@@ -1,0 +1,45 @@
+#pragma once
+// The operations as nodes of mlx's lazy graph. Pools are inputs that writes change in place; what orders reads and
+// writes is the small token that each of them returns and later ones take as an input.
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "attention.h"
+#include "mlx/array.h"
+#include "mlx/utils.h"
+
+namespace tinykv {
+
+namespace mx = mlx::core;
+
+// A layer's pages and what must have happened before they are used.
+struct Pages {
+  mx::array keys;
+  mx::array values;
+  std::optional<mx::array> written;
+  std::optional<mx::array> last_read;
+};
+
+// Attention settings that are plain numbers.
+struct AttentionOptions {
+  float scale = 1;
+  bool causal = false;
+  int window = 0;
+  int keep = 0;
+  float softcap = 0;
+};
+
+// Returns the output, (batch, query_heads, query_len, value_dim) in the dtype of the queries, and a token.
+std::pair<mx::array, mx::array> attend(
+    const Pages& pages, const mx::array& queries, const mx::array& block_table, const mx::array& context_lens,
+    const mx::array& query_lens, const std::optional<mx::array>& mask, const std::optional<mx::array>& sinks,
+    const AttentionOptions& options);
+
+// Each returns a token. Waits for reads of the pages so far, as it overwrites what they may need.
+mx::array write_pages(
+    const Pages& pages, const mx::array& slot_mapping, const mx::array& keys, const mx::array& values);
+mx::array copy_pages(const Pages& pages, std::vector<int> sources, std::vector<int> targets);
+mx::array discard_pages(const Pages& pages, std::vector<int> page_ids);
+
+}  // namespace tinykv
