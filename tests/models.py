@@ -103,6 +103,34 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "use_qk_norm": True,
         }
     },
+    "jamba": _BASE
+    | {
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+        "mamba_d_conv": 4,
+        "mamba_d_state": 8,
+        "mamba_expand": 2,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+    },
+    "nemotron_h": _BASE
+    | {
+        "attention_bias": False,
+        "conv_kernel": 4,
+        "head_dim": 16,
+        "hybrid_override_pattern": ["M", "*", "M", "-"],
+        "layer_norm_epsilon": 1e-5,
+        "mamba_head_dim": 16,
+        "mamba_num_heads": 4,
+        "mamba_proj_bias": False,
+        "mlp_bias": False,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "use_bias": False,
+        "use_conv_bias": True,
+    },
     "mamba": {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
