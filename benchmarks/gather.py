@@ -1,12 +1,12 @@
 """Attention of a decode step by the gather backend beside stock mlx-lm's dense cache, by context and batch.
 
-    python benchmarks/gather.py [--contexts 1024 4096 16384] [--batches 1 8 32] [--steps 30] [--json FILE]
+    python benchmarks/gather.py [--contexts 1024 4096 16384] [--batches 1 8 32] [--steps 12] [--json FILE]
 
 Gather copies every row's pages together before mlx's own attention reads them, so it must cost more than a cache that
 is in one piece: this says how much. Rows are of equal length or mixed (from a quarter of the context up to all of it);
 stock pads a mixed batch to its longest row. A step is one token's ``update_and_fetch`` and attention in each layer,
 evaluated; times are medians, stock and paged taking turns. Bytes are those of K and V held: stock's with its padding
-and growth ahead, ours whole pages.
+and growth ahead, ours whole pages; waste is the share of either without a token in it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import tinykv_plugin as tinykv  # noqa: E402
-from tinykv_plugin.units import format_bytes  # noqa: E402
 
 # The shapes of SmolLM2-135M, and fewer layers: the time of a layer is what counts.
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 9, 3, 64
@@ -111,7 +110,7 @@ def measure(model: Any, context: int, batch: int, mixed: bool, page_size: int, s
     new = mx.random.normal((batch, KV_HEADS, 1, HEAD_DIM))
     mx.eval(queries, new)
     dense = joined(lambda: [KVCache() for _ in range(LAYERS)], lengths)
-    with tinykv.attach(model, page_size=page_size, attention="gather", memory="16GiB") as kv:
+    with tinykv.attach(model, page_size=page_size, attention="gather", memory="16GiB"):
         paged = joined(model.make_cache, lengths)
         stock, gathered = [], []
         for number in range(steps + 3):
@@ -143,23 +142,24 @@ def measure(model: Any, context: int, batch: int, mixed: bool, page_size: int, s
 
 def show(results: list[Result], page_size: int) -> None:
     console = Console()
-    table = Table(title=f"{KV_HEADS} K/V heads of {HEAD_DIM}, float32, pages of {page_size}; {BLAS.name}")
-    names = ("context", "batch", "rows", "stock ms", "gather ms", "ratio", "stock held", "pages held", "waste")
-    for name in names:
-        table.add_column(name, justify="right")
+    console.width = max(console.width, 100)
+    table = Table(title=f"{KV_HEADS} K/V heads of {HEAD_DIM}, float32, pages of {page_size} tokens")
+    for name in ("context", "batch", "rows", "stock ms", "gather ms", "ratio", "stock MiB", "pages MiB", "waste"):
+        table.add_column(name, justify="right", no_wrap=True)
     for result in results:
         table.add_row(
             f"{result.context:,}",
             str(result.batch),
             result.rows,
-            f"{result.stock_ms:.3f}",
-            f"{result.gather_ms:.3f}",
+            f"{result.stock_ms:,.2f}",
+            f"{result.gather_ms:,.2f}",
             f"{result.ratio:.2f}x",
-            format_bytes(result.stock_bytes),
-            format_bytes(result.paged_bytes),
-            f"{result.stock_waste:.1%}, {result.paged_waste:.1%}",
+            f"{result.stock_bytes / 2**20:,.0f}",
+            f"{result.paged_bytes / 2**20:,.0f}",
+            f"{result.stock_waste:.0%}/{result.paged_waste:.0%}",
         )
     console.print(table)
+    console.print(f"BLAS: {BLAS.name}", soft_wrap=True)
     slower = [result for result in results if result.ratio > 1]
     if slower:
         worst = max(slower, key=lambda result: result.ratio)
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--page-size", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=30, help="steps to time in each case (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=12, help="steps to time in each case (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE too")
     options = parser.parse_args()
     mx.random.seed(0)

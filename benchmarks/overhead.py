@@ -192,7 +192,7 @@ def forking(model: Any, forks: int, context: int = 4096) -> list[Case]:
                 dense,
                 ours,
                 ratio,
-                f"≥ {FORK_TARGET:.0f}x less",
+                f"≥ {FORK_TARGET:.0f}x",
                 ratio >= FORK_TARGET,
             )
         )
@@ -205,7 +205,7 @@ def forking(model: Any, forks: int, context: int = 4096) -> list[Case]:
                 held,
                 taken * page_bytes,
                 held / (taken * page_bytes),
-                "1 page a layer",
+                "1 page/layer",
                 taken == 1,
             )
         )
@@ -216,9 +216,8 @@ def show(cases: list[Case]) -> None:
     shape = f"{LAYERS} layers, {KV_HEADS} K/V heads of {HEAD_DIM}, float32, pages of {PAGE_SIZE} tokens"
     table = Table(title=f"{shape}; medians")
     table.add_column("case")
-    for name in ("stock", "paged", "ratio", "target"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+    for name in ("stock", "paged", "ratio", "target", ""):
+        table.add_column(name, justify="right", no_wrap=True)
     for case in cases:
         number = format_bytes if case.unit == "bytes" else lambda value, unit=case.unit: f"{value:,.2f} {unit}"
         table.add_row(
@@ -230,6 +229,7 @@ def show(cases: list[Case]) -> None:
             "" if case.good else "missed",
         )
     console = Console()
+    console.width = max(console.width, 100)
     console.print(table)
     for case in cases:
         if not case.good:

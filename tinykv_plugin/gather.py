@@ -95,9 +95,9 @@ class GatherBackend:
             if len(buckets.parts) > 1:
                 return self._attend_buckets(queries, metadata, buckets, scale, mask, sinks)
         keys, values = self.dense(metadata)
-        return mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=scale, mask=_array_mask(step, mask), sinks=sinks
-        )
+        if mask is not None or not step.alone:
+            mask = _array_mask(step, mask)
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
     def dense(self, metadata: PagedKVMetadata) -> tuple[mx.array, mx.array]:
         step = metadata.step
@@ -111,7 +111,8 @@ class GatherBackend:
         else:
             columns = step.cached("columns", lambda: page_columns(step) if step.window is None else token_columns(step))
             keys, values = columns.of(keys), columns.of(values)
-        pages.note_read(keys, values)
+        if pages.written is not None:
+            pages.note_read(keys, values)
         return keys, values
 
     def _attend_buckets(

@@ -65,9 +65,9 @@ class PagedLayer:
         sinks: mx.array | None,
     ) -> mx.array:
         """Attention over this layer's pages by the best backend that supports the call."""
-        kind = mask_kind(mask)
+        kind: MaskKind = "none" if mask is None else mask_kind(mask)
         length = queries.shape[2]
-        key = (length if length <= 8 else 9, kind, sinks is not None, metadata.keep)
+        key = (length if length <= 8 else 9, kind, sinks is not None, metadata.step.keep)
         reader = self._readers.get(key)
         if reader is None:
             reader = self._readers[key] = self._choose(queries, metadata, kind, sinks is not None)[0]

@@ -150,19 +150,27 @@ TINYKV_INLINE Floats larger(Floats a, Floats b) {
 }
 
 TINYKV_INLINE float sum(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#else
   float lanes[kLanes];
   store(lanes, x);
   for (int width = kLanes / 2; width > 0; width /= 2)
     for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
   return lanes[0];
+#endif
 }
 
 TINYKV_INLINE float max(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
   float lanes[kLanes];
   store(lanes, x);
   for (int width = kLanes / 2; width > 0; width /= 2)
     for (int i = 0; i < width; ++i) lanes[i] = lanes[i + width] > lanes[i] ? lanes[i + width] : lanes[i];
   return lanes[0];
+#endif
 }
 
 // 2^x for x <= 126, relative error 1e-7; exactly 0 below 2^-126, NaN stays.

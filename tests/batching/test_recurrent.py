@@ -7,9 +7,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator
+from models import largest_difference, make, prompt
 
 import tinykv_plugin as tinykv
-from models import largest_difference, make, prompt
 
 
 def log_probabilities(generator: Any, prompts: list[list[int]]) -> list[mx.array]:

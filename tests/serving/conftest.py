@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +27,15 @@ def no_threads_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     wait_until(lambda: set(threading.enumerate()) <= before | KEPT_THREADS, what="threads to end")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fast_collections() -> Iterator[None]:
+    """mlx-lm's server collects garbage each time it loads a model: not among what is there anyway."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -59,7 +59,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 20, what: str =
 @contextmanager
 def request(server: Server, prompt: str, **fields: Any) -> Iterator[socket.socket]:
     """A connection over which a completion was asked for; closed at the end, whatever has arrived by then."""
-    body = json.dumps({"prompt": prompt, "max_tokens": 1000, **fields}).encode()
+    body = json.dumps({"prompt": prompt, "max_tokens": 3000, **fields}).encode()
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         yield connection
@@ -158,8 +158,8 @@ class Server:
         raise AssertionError(f"no metric {name} {labels}")
 
     def idle(self) -> bool:
-        stats = self.stats()
-        return stats["running"] == stats["waiting"] == 0
+        state = self.generator.state()
+        return bool(state.running == state.waiting == 0)
 
 
 class StockServer(ThreadingHTTPServer):

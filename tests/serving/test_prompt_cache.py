@@ -152,16 +152,16 @@ def test_the_least_valuable_goes_first() -> None:
 def test_r02_a_byte_limit_holds_on_every_path(
     serve: Serve, together: Together, model_dir: Callable[..., Path], path: str
 ) -> None:
-    # A page of the model takes 4 KiB, of the draft model 2 KiB: room for some prompts of 6 pages.
-    limit = 128 << 10
+    # A page of the model takes 4 KiB, of the draft model 2 KiB: room for some prompts of 4 pages.
+    limit = 96 << 10
     draft = {"draft_model": str(model_dir("llama", num_hidden_layers=2, seed=5))} if path == "drafted" else {}
     server = serve(prompt_cache_bytes=limit, prompt_cache_size=1000, **draft)
     peak = 0
     for number in range(50 if path != "together" else 7):
         if path == "together":
-            together(lambda n, number=number: server.complete(words(9, 8 * number + n), max_tokens=12), range(8))
+            together(lambda n, number=number: server.complete(words(9, 8 * number + n), max_tokens=6), range(8))
         else:
-            server.complete(words(9, number), max_tokens=12, seed=1 if path == "alone" else None)
+            server.complete(words(9, number), max_tokens=6, seed=1 if path == "alone" else None)
         wait_until(server.idle)
         state = server.generator.state()
         used = sum(pool.bytes_used for pool in state.pools.values())
