@@ -30,7 +30,7 @@ class Extent:
 
 
 WHOLE = Extent(prompts=6, tokens=64, long=2000, step=512, page_sizes=PAGE_SIZES)
-PART = Extent(prompts=2, tokens=12, long=120, step=50, page_sizes=(1, 32))
+PART = Extent(prompts=2, tokens=24, long=120, step=50, page_sizes=(1, 32))
 EXTENT = WHOLE if load_blas().path is not None else PART
 
 

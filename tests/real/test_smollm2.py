@@ -13,6 +13,9 @@ from models import greedy
 
 import tinykv_plugin as tinykv
 
+# One process of pytest-xdist runs them all, so that stock's tokens are computed once.
+pytestmark = pytest.mark.xdist_group("real")
+
 PROMPTS = (
     "Why is the sky blue?",
     "Write a Python function that reverses a list, and explain how it works.",
@@ -65,7 +68,8 @@ def stock(model: Any, chat: Callable[[str], list[int]], extent: Any) -> Stock:
 
 
 def test_the_oracle_says_something_sensible(stock: Stock, model_and_tokenizer: tuple[Any, Any], extent: Any) -> None:
-    assert "sky" in model_and_tokenizer[1].decode(stock.tokens[0])
+    text = model_and_tokenizer[1].decode(stock.tokens[0])
+    assert "sky appears blue" in text, text
     assert len(stock.long) == extent.long
 
 
