@@ -29,6 +29,12 @@ class Outcome:
     err: str
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are not folded, however many plugins are installed."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+
 @pytest.fixture
 def tinykv(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
     """``tinykv("generate", "--help")`` in this process."""

@@ -29,7 +29,9 @@ def window_model_dir(save_model: Call, tiny_llama: Call, known_settings: Call) -
 
 
 def test_a_plain_model(tinykv: Call, tiny_model_dir: Path) -> None:
-    done = tinykv("inspect", str(tiny_model_dir), "--kv-page-size", "16", "--kv-memory", "64MiB")
+    done = tinykv(
+        "inspect", str(tiny_model_dir), "--kv-page-size", "16", "--kv-memory", "64MiB", "--kv-attention", "gather"
+    )
     assert done.code == 0, done.err
     found = rows(done.out)
     assert found["0-3"][:3] == ["full", "", "gather"]
