@@ -1,6 +1,7 @@
 # _blas: mlx's cblas_sgemm and cblas_dgemm, forwarded to the OpenBLAS of the package scipy-openblas32.
 execute_process(
-  COMMAND "${Python_EXECUTABLE}" -c "import scipy_openblas32 as blas; print(blas.get_lib_dir(), blas.get_library(), sep=';')"
+  COMMAND "${Python_EXECUTABLE}" -c
+    "import scipy_openblas32 as blas; print(blas.get_lib_dir(), blas.get_library(), sep=';')"
   OUTPUT_STRIP_TRAILING_WHITESPACE OUTPUT_VARIABLE TINYKV_OPENBLAS RESULT_VARIABLE TINYKV_OPENBLAS_MISSING ERROR_QUIET)
 if(TINYKV_OPENBLAS_MISSING)
   message(STATUS "scipy-openblas32 isn't installed: no _blas is built")

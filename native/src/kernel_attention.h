@@ -1,5 +1,6 @@
 #pragma once
 // Attention of some query rows over one part of the context: the body that is compiled once per instruction set.
+#include "kernel_scores.h"
 #include "kernel_softmax.h"
 #include "kernel_values.h"
 

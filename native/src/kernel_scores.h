@@ -1,22 +1,8 @@
 #pragma once
 // Scores of query rows against one block of tokens: scores[row][token] = queries[row] . keys[token].
-#include "simd.h"
+#include "kernel_loops.h"
 
 namespace {
-
-// Rows that share each key vector while it is in a register.
-#if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr int kScoreRows = 2;
-#else
-constexpr int kScoreRows = 4;
-#endif
-
-// Fetches the cache line that `from` begins, if the vector there is the first of a line.
-template <class T>
-TINYKV_INLINE void prefetch(const char* row, int dim) {
-  constexpr int kLine = 64 / sizeof(T);
-  if (dim % kLine == 0) __builtin_prefetch(row + dim * sizeof(T), 0, 2);
-}
 
 // kRows rows against kTokens tokens, straight from the pages.
 template <class T, int kRows, int kTokens, bool kPrefetch>
@@ -76,21 +62,10 @@ void score_few(
     const float* queries, int rows, int dim, const char* const* keys, const char* const* next, int tokens,
     float* scores) {
   const int stride = tinykv::padded(dim);
-  int r = 0;
-  auto advance = [&](auto score, int count) {
-    score(queries + r * stride, dim, keys, next, tokens, scores + r * tinykv::kBlock);
-    r += count;
-  };
-  // The first pass brings the tokens in; only it has time to fetch more.
-  const int first = rows < kScoreRows ? rows : kScoreRows;
-  if (first == 4) advance(score_rows<T, 4, true>, 4);
-  else if (first == 3) advance(score_rows<T, 3, true>, 3);
-  else if (first == 2) advance(score_rows<T, 2, true>, 2);
-  else advance(score_rows<T, 1, true>, 1);
-  for (; r + kScoreRows <= rows;) advance(score_rows<T, kScoreRows, false>, kScoreRows);
-  if (rows - r == 3) advance(score_rows<T, 3, false>, 3);
-  else if (rows - r == 2) advance(score_rows<T, 2, false>, 2);
-  else if (rows - r == 1) advance(score_rows<T, 1, false>, 1);
+  for_few_rows<kScoreRows>(rows, [&](int r, auto count, auto prefetch) {
+    score_rows<T, count.value, prefetch.value>(
+        queries + r * stride, dim, keys, next, tokens, scores + r * tinykv::kBlock);
+  });
 }
 
 // Keys of a block as columns of floats: to[d][token], zeros beyond `tokens`.
@@ -109,13 +84,6 @@ void transpose_keys(const char* const* keys, int tokens, int dim, float* to) {
     }
   }
 }
-
-#if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kTileVectors = 4;
-#else
-constexpr int kTileVectors = 2;
-#endif
-constexpr int kTileRows = 6;
 
 // kRows rows against kTileVectors vectors of transposed keys.
 template <int kRows>
@@ -143,16 +111,11 @@ TINYKV_INLINE void score_columns_tile(const float* queries, int dim, const float
 void score_columns(const float* queries, int rows, int dim, const float* columns, int tokens, float* scores) {
   constexpr int kStep = kTileVectors * kLanes;
   const int stride = tinykv::padded(dim);
-  for (int t = 0; t < tokens; t += kStep) {
-    int r = 0;
-    auto advance = [&](auto score, int count) {
-      for (; r + count <= rows; r += count)
-        score(queries + (size_t)r * stride, dim, columns + t, scores + (size_t)r * tinykv::kBlock + t);
-    };
-    advance(score_columns_tile<kTileRows>, kTileRows);
-    advance(score_columns_tile<3>, 3);
-    advance(score_columns_tile<1>, 1);
-  }
+  for (int t = 0; t < tokens; t += kStep)
+    for_many_rows(rows, [&](int r, auto count) {
+      score_columns_tile<count.value>(
+          queries + (size_t)r * stride, dim, columns + t, scores + (size_t)r * tinykv::kBlock + t);
+    });
 }
 
 }  // namespace

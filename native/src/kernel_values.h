@@ -1,16 +1,8 @@
 #pragma once
 // The weighted sum of one block of values: out[row] += weights[row][token] * values[token].
-#include "kernel_scores.h"
+#include "kernel_loops.h"
 
 namespace {
-
-#if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr int kValueRows = 4;
-constexpr int kValueVectors = 2;
-#else
-constexpr int kValueRows = 4;
-constexpr int kValueVectors = 4;
-#endif
 
 // kRows rows, kVectors vectors of columns, straight from the pages; `kTail` is for the last 8 columns.
 template <class T, int kRows, int kVectors, bool kPrefetch, bool kTail = false>
@@ -66,20 +58,10 @@ void add_values_few(
     const float* weights, int rows, const char* const* values, const char* const* next, int tokens, int dim,
     float* out) {
   const int stride = tinykv::padded(dim);
-  int r = 0;
-  auto advance = [&](auto add, int count) {
-    add(weights + r * tinykv::kBlock, values, next, tokens, dim, out + r * stride);
-    r += count;
-  };
-  const int first = rows < kValueRows ? rows : kValueRows;
-  if (first == 4) advance(value_rows<T, 4, true>, 4);
-  else if (first == 3) advance(value_rows<T, 3, true>, 3);
-  else if (first == 2) advance(value_rows<T, 2, true>, 2);
-  else advance(value_rows<T, 1, true>, 1);
-  for (; r + kValueRows <= rows;) advance(value_rows<T, kValueRows, false>, kValueRows);
-  if (rows - r == 3) advance(value_rows<T, 3, false>, 3);
-  else if (rows - r == 2) advance(value_rows<T, 2, false>, 2);
-  else if (rows - r == 1) advance(value_rows<T, 1, false>, 1);
+  for_few_rows<kValueRows>(rows, [&](int r, auto count, auto prefetch) {
+    value_rows<T, count.value, prefetch.value>(
+        weights + r * tinykv::kBlock, values, next, tokens, dim, out + r * stride);
+  });
 }
 
 // Values of a block as rows of floats: to[token][column], zeros in the padding.
@@ -131,14 +113,10 @@ TINYKV_INLINE void value_columns(const float* weights, const float* values, int 
 // Many rows: from values that were converted once for all of them.
 void add_values(const float* weights, int rows, const float* values, int tokens, int dim, float* out) {
   const int stride = tinykv::padded(dim);
-  int r = 0;
-  auto advance = [&](auto add, int count) {
-    for (; r + count <= rows; r += count)
-      add(weights + (size_t)r * tinykv::kBlock, values, tokens, dim, out + (size_t)r * stride);
-  };
-  advance(value_columns<kTileRows>, kTileRows);
-  advance(value_columns<3>, 3);
-  advance(value_columns<1>, 1);
+  for_many_rows(rows, [&](int r, auto count) {
+    value_columns<count.value>(
+        weights + (size_t)r * tinykv::kBlock, values, tokens, dim, out + (size_t)r * stride);
+  });
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 
 #include "check.h"
 #include "numbers.h"
-#include "simd.h"
+#include "simd_shuffles.h"
 
 namespace {
 

@@ -280,6 +280,43 @@ def test_given_caches_are_shared_and_not_modified() -> None:
     assert max(peak) <= 5 + 3 * 2  # the shared pages once, and each row's own
 
 
+def test_r66_given_caches_keep_no_pages_from_those_who_run() -> None:
+    """Four prefixes fill the budget; the first request needs another page than its own."""
+    model = make_model("llama")
+    prompts = prompts_of([20, 20, 20, 20])
+    expected = [solo(model, prompt, 16) for prompt in prompts]
+    tinykv.attach(model, page_size=4, max_pages=20)
+    generator = PagedBatchGenerator(model, max_tokens=16, completion_batch_size=1, prefill_batch_size=1)
+    uids = []
+    for prompt in prompts:
+        cache = make_prompt_cache(model)
+        model(mx.array([prompt[:-1]]), cache=cache)
+        uids += generator.insert([prompt[-1:]], caches=[cache], all_tokens=[prompt[:-1]])
+        del cache
+    tokens, errors = collect(generator)
+    assert errors == {}
+    assert [tokens[uid] for uid in uids] == expected
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_rows_with_a_given_cache_are_preempted_and_end_as_they_would_alone(known: bool) -> None:
+    model = make_model("llama")
+    prompts = prompts_of([20, 20, 20])
+    expected = [solo(model, prompt, 24) for prompt in prompts]
+    tinykv.attach(model, page_size=4, max_pages=22)
+    generator = PagedBatchGenerator(model, max_tokens=24)
+    uids = []
+    for prompt in prompts:
+        cache = make_prompt_cache(model)
+        model(mx.array([prompt[:10]]), cache=cache)
+        uids += generator.insert([prompt[10:]], caches=[cache], all_tokens=[prompt[:10]] if known else None)
+        del cache
+    tokens, errors = collect(generator)
+    assert errors == {}
+    assert 0 < generator.counts.preempted < 6
+    assert [tokens[uid] for uid in uids] == expected
+
+
 def test_stock_caches_are_taken_into_pages() -> None:
     model = make_model("llama")
     shared, end = prompts_of([20])[0], [1, 2, 3]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,7 +82,7 @@ def test_prompts_found_for_those_who_wait_keep_no_pages_from_those_who_run(
     server = serve(max_pages=26, prompt_cache_size=100, decode_concurrency=8, prompt_concurrency=8)
     prompts = [words(20, number) for number in range(4)]
     expected = [server.complete(prompt, max_tokens=60) for prompt in prompts]
-    for _ in range(3):
+    for _ in range(2):
         for prompt in prompts:
             server.complete(prompt, max_tokens=1)
         assert together(lambda number: server.complete(prompts[number], max_tokens=60), range(4)) == expected
@@ -102,6 +104,17 @@ def test_another_model_waits_for_those_who_use_the_first(
     # The first model by its path is the one loaded at the start.
     assert len({ask(0, folder) for folder in folders}) == 3
     assert together(lambda request: ask(*request), requests) == expected
+
+
+def test_a_model_that_is_exchanged_goes_with_its_pages(serve: Serve, model_dir: Callable[..., Path]) -> None:
+    server = serve()
+    server.complete(words(9))
+    first = weakref.ref(server.attached.pop().session)
+    assert server.stats()["stored_prompts"] > 0
+    server.client.completions.create(model=str(model_dir("llama", seed=8)), prompt=words(9), max_tokens=2)
+    gc.collect()
+    assert first() is None
+    assert server.stats()["stored_prompts"] == 1
 
 
 def test_served_alone_or_together_in_any_order(serve: Serve, together: Together) -> None:

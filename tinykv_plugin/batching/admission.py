@@ -49,7 +49,12 @@ class Admission:
         if row is None:
             return self.nothing()
         need = self.footprint(tokens, row.max_kv_size)
-        held = [len(table.live_pages()) for table in row.tables]
+        # A page that is shared and not full will be copied when it is written.
+        held = [
+            len(table.live_pages())
+            - (row.tokens % table.page_size > 0 and (table.holders > 1 or table.tail_shared(row.tokens) is not None))
+            for table in row.tables
+        ]
         return Footprint(tuple(max(0, pages - have) for pages, have in zip(need.pages, held, strict=True)))
 
     def nothing(self) -> Footprint:

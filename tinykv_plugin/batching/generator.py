@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 import traceback
@@ -71,6 +72,8 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         self._admission = Admission(session, self.prefill_step_size)
         # Preempted rows: their place in the stop automaton and the number of tokens they have returned.
         self._resumed: dict[int, tuple[Any, int]] = {}
+        # Caches given without saying which tokens are in them: a preempted row starts again from there.
+        self._given: dict[int, list[Any]] = {}
         self._reported: dict[int, Exception] = {}
 
     # mlx-lm's own state, typed here: waiting requests as tuples; [segments, done, total] of those in the prompt batch.
@@ -101,6 +104,10 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         caches = [self._own_pages(cache) for cache in caches] if caches else None
         uids: list[int] = super().insert_segments(segments, max_tokens, caches, all_tokens, *options, **named_options)
         new = [self._unprocessed_sequences.pop() for _ in uids]
+        for uid, _, _, cache, known, *_ in new:
+            row = _row(cache)
+            if row is not None and row.tokens > len(known):
+                self._given[uid] = copy.deepcopy(cache)
         for uid, *middle, sampler, processors, stop in reversed(new):
             guarded = guard_sampler(uid, sampler, self._report), guard_processors(uid, processors, self._report)
             self._unprocessed_sequences.append((uid, *middle, *guarded, stop))
@@ -110,6 +117,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         """Forget requests wherever they are; unknown ones are ignored."""
         for uid in uids:
             self._resumed.pop(uid, None)
+            self._given.pop(uid, None)
             self._reported.pop(uid, None)
         removed: dict[int, Any] = super().remove(uids, return_prompt_caches)
         return removed
@@ -171,7 +179,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         self._counters.generation_steps += 1
         failed = self._take_reported()
         out += [
-            response if response.finish_reason is None else self._offers.finished(response)
+            response if response.finish_reason is None else self._finished(response)
             for response in responses
             if response.uid not in failed
         ]
@@ -329,7 +337,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         response = GenerationBatch.Response(uid, token, batch._next_logprobs[index], finish, None, None)
         if finish is not None:
             response.prompt_cache, response.all_tokens = batch.extract_cache(index), tokens
-            response = self._offers.finished(response)
+            response = self._finished(response)
         out.append(response)
         if finish is None:
             self._resumed[uid] = (matcher, count)
@@ -349,9 +357,13 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
 
     def _requeue(self, batch: Any, index: int, segments: list[list[int]]) -> None:
         rows = rows_of(batch.prompt_cache)
-        cache = self._session.make_cache(rows[index].max_kv_size if rows else None)
+        uid = batch.uids[index]
+        if uid in self._given:
+            cache = copy.deepcopy(self._given[uid])
+        else:
+            cache = self._session.make_cache(rows[index].max_kv_size if rows else None)
         request: tuple[Any, ...] = (
-            batch.uids[index],
+            uid,
             segments,
             batch.max_tokens[index],
             cache,
@@ -364,11 +376,16 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         queue = deque(sorted([*self._unprocessed_sequences, request], key=lambda waiting: waiting[0]))
         self._unprocessed_sequences = queue
 
+    def _finished(self, response: Any) -> Any:
+        self._given.pop(response.uid, None)
+        return self._offers.finished(response)
+
     def _need(self, request: Any) -> Footprint:
         """Pages a waiting request needs to be admitted, beyond those its cache holds already."""
         _, segments, max_tokens, cache, known, *_ = request
-        tokens = sum(map(len, segments)) + len(known) + (max_tokens if self._on_full == "wait" else 1)
-        return self._admission.further(_row(cache), tokens)
+        row = _row(cache)
+        tokens = sum(map(len, segments)) + max(len(known), row.tokens if row is not None else 0)
+        return self._admission.further(row, tokens + (max_tokens if self._on_full == "wait" else 1))
 
     def _promised(self) -> Footprint:
         """Pages that running rows are sure to ask for: the rest of their prompts, and one page each to grow into."""

@@ -13,6 +13,7 @@ from mlx_lm import server as mlx_server
 from ..batching.generator import PagedBatchGenerator
 from .failures import without_traceback
 from .metrics import ServerMetrics
+from .prompt import Prompt
 from .prompt_cache import PagedPromptCache
 from .ticket import Ticket
 
@@ -31,19 +32,6 @@ class _Row:
     kinds: list[str]
     done: int = 0
     prompting: bool = True
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A tokenized request: its tokens, cut into segments of some kinds, and how they are to be continued."""
-
-    tokens: list[int]
-    segments: list[list[int]]
-    kinds: list[str]
-    max_tokens: int
-    sampler: Any
-    logits_processors: list[Any]
-    stop_sequences: Any
 
 
 class ServedBatch:
@@ -82,11 +70,12 @@ class ServedBatch:
         rows: int = generator.completion_batch_size - len(self._rows)
         return max(0, min(prompts, rows))
 
-    def add(self, ticket: Ticket, prompt: Prompt, context: Any) -> None:
+    def add(self, ticket: Ticket, prompt: Prompt) -> None:
         """Queue a request. Raises RequestTooLargeError if it can never fit."""
         cache, rest = self._prompt_cache.fetch_nearest_cache(self._model_key, prompt.tokens)
         reused = len(prompt.tokens) - len(rest)
-        segments, kinds = _after(reused, prompt.segments, prompt.kinds)
+        segments, kinds = prompt.after(reused)
+        row = _Row(ticket, self._tokenizer.detokenizer, kinds)
         (uid,) = self._generator.insert_segments(
             [segments],
             [prompt.max_tokens],
@@ -96,9 +85,9 @@ class ServedBatch:
             logits_processors=[prompt.logits_processors],
             stop_sequences=[prompt.stop_sequences],
         )
-        context.prompt_cache_count = reused
-        ticket.accept(context)
-        self._rows[uid] = _Row(ticket, self._tokenizer.detokenizer, kinds)
+        prompt.context.prompt_cache_count = reused
+        ticket.accept(prompt.context)
+        self._rows[uid] = row
 
     def step(self) -> None:
         """Process a chunk of prompts and generate a token of each answer."""
@@ -205,13 +194,3 @@ class ServedBatch:
             row.ticket.put(None)
             del self._rows[response.uid]
             self._store(response.all_tokens, response.prompt_cache, "assistant")
-
-
-def _after(count: int, segments: Sequence[list[int]], kinds: Sequence[str]) -> tuple[list[list[int]], list[str]]:
-    """What is left of a prompt's segments, and their kinds, after its first ``count`` tokens."""
-    left = []
-    for segment, kind in zip(segments, kinds, strict=True):
-        if count < len(segment):
-            left.append((segment[count:], kind))
-        count = max(0, count - len(segment))
-    return [segment for segment, _ in left], [kind for _, kind in left]

@@ -10,11 +10,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm import server as mlx_server
 
-from .batch import Prompt, ServedBatch
+from .alone import AloneResponses
+from .batch import ServedBatch
 from .failures import InvalidRequestError, without_traceback
 from .line import WaitingLine
 from .loaded_model import LoadedModel
 from .metrics import ServerMetrics, ServerState
+from .prompt import make_prompt
 from .prompt_cache import UNLIMITED, PagedPromptCache
 from .ticket import Ticket
 
@@ -115,16 +117,16 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
         gc.collect()
 
     def _turn(self) -> None:
-        """Take requests in, let those under way make one step, and let those go that nobody waits for."""
+        """Let those go that nobody waits for, take requests in, and have those under way make a step."""
+        if self._batch:
+            self._batch.remove(self._share_object(self._batch.unwanted()))
         self._take_requests()
-        batch = self._batch
-        if batch:
+        if self._batch:
             # Ranks have to agree on what to do next, which takes time: not after every step.
             for _ in self._time_budget if self._is_distributed else (None,):
-                if not batch:
+                if not self._batch:
                     break
-                batch.step()
-            batch.remove(self._share_object(batch.unwanted()))
+                self._batch.step()
             self._keep_limit()
         self._line.publish(self._room)
 
@@ -184,24 +186,10 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
             self._serve_alone(ticket, request, args)
 
     def _add_to_batch(self, ticket: Ticket, request: Any, args: Any) -> None:
-        provider = self.model_provider
-        tokenizer = provider.tokenizer
-        tokens, segments, kinds, initial_state, _ = self._tokenize(tokenizer, request, args)
-        stop_sequences, text_sm = self._make_state_machine(provider.model_key, tokenizer, args.stop_words)
-        context = mlx_server.GenerationContext(
-            has_tool_calling=tokenizer.has_tool_calling,
-            has_thinking=tokenizer.has_thinking,
-            tool_parser=tokenizer.tool_parser,
-            text_sm=text_sm,
-            initial_state=initial_state,
-            prompt=tokens,
-        )
-        sampler = mlx_server._make_sampler(args, tokenizer)
-        processors = mlx_server._make_logits_processors(args)
-        prompt = Prompt(tokens, segments, kinds, args.max_tokens, sampler, processors, stop_sequences)
+        prompt = make_prompt(self, request, args)
         if self._batch is None:
             self._batch = ServedBatch(
-                provider,
+                self.model_provider,
                 self._stored,
                 self.metrics,
                 completion_batch_size=self.cli_args.decode_concurrency,
@@ -210,7 +198,7 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
                 stream=self._stream,
             )
         self._log_cache_stats()
-        self._batch.add(ticket, prompt, context)
+        self._batch.add(ticket, prompt)
         self._keep_limit()
 
     # One request at a time ------------------------------------------------------------------------------------------
@@ -220,7 +208,8 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
         self._alone = ticket
         self._line.publish(0)
         try:
-            self._serve_single((_Alone(ticket, self), request, args), self._stream)
+            responses = AloneResponses(ticket, self._keep_limit, may_stop=not self._is_distributed)
+            self._serve_single((responses, request, args), self._stream)
         finally:
             self._alone = None
         self._keep_limit()
@@ -263,18 +252,3 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
                 batch.close()
         except Exception:
             log.exception("the batch could not be closed")
-
-
-class _Alone:
-    """What mlx-lm's code for single requests puts responses into."""
-
-    def __init__(self, ticket: Ticket, owner: PagedResponseGenerator) -> None:
-        self._ticket = ticket
-        self._owner = owner
-
-    def put(self, item: Any) -> None:
-        """Tell the client; raises, which ends the request, if it has gone while its prompt is processed."""
-        self._ticket.put(item)
-        self._owner._keep_limit()
-        if isinstance(item, tuple) and self._ticket.over and not self._owner._is_distributed:
-            raise RuntimeError("the request was cancelled")
