@@ -67,6 +67,7 @@ class Outcome:
             "first token p95 s": waits[min(len(waits) - 1, int(len(waits) * 0.95))],
             "decode step ms": statistics.median(self.steps) * 1e3,
             "K/V peak MB": self.peak_bytes / 1e6,
+            # Below zero where rows share pages.
             "padding %": 100 * (1 - self.token_bytes / self.peak_bytes) if self.peak_bytes else 0.0,
             "join/leave ms": self.moving * 1e3,
         }
@@ -122,11 +123,12 @@ def run(model: Any, make: Callable[[], Any], requests: list[Request], held: Call
         answers: list[list[int]] = [[] for _ in requests]
         inserted: dict[int, float] = {}
         first: dict[int, float] = {}
-        steps: list[float] = []
+        decoded: list[tuple[int, float]] = []
+        steps = 0
         peak = tokens_at_peak = 0
         start = time.perf_counter()
         while waiting or len(first) < len(requests) or generator_busy(generator):
-            for index, request in [item for item in waiting if item[1].after <= len(steps)]:
+            for index, request in [item for item in waiting if item[1].after <= steps]:
                 cache = copy.deepcopy(prefixes[tuple(request.prefix)]) if request.prefix else None
                 (uid,) = generator.insert(
                     [request.prompt], [request.tokens], caches=[cache], all_tokens=[list(request.prefix)]
@@ -137,10 +139,10 @@ def run(model: Any, make: Callable[[], Any], requests: list[Request], held: Call
             begin = time.perf_counter()
             prompts, generated = generator.next()
             now = time.perf_counter()
+            rows = len(generator._generation_batch)
             if generated and not prompts:
-                steps.append(now - begin)
-            elif generated:
-                steps.append(now - begin) if not steps else None
+                decoded.append((rows, now - begin))
+            steps += bool(generated)
             for response in generated:
                 index = index_of[response.uid]
                 if response.finish_reason == "error":
@@ -157,7 +159,13 @@ def run(model: Any, make: Callable[[], Any], requests: list[Request], held: Call
                 )
         wall = time.perf_counter() - start
         generator.close()
-    return Outcome(wall, answers, list(first.values()), steps or [0.0], sum(spent), peak, tokens_at_peak)
+    return Outcome(wall, answers, list(first.values()), fullest(decoded), sum(spent), peak, tokens_at_peak)
+
+
+def fullest(decoded: list[tuple[int, float]]) -> list[float]:
+    """The durations of the decode steps that had the most rows."""
+    most = max((rows for rows, _ in decoded), default=0)
+    return [seconds for rows, seconds in decoded if rows == most] or [0.0]
 
 
 def generator_busy(generator: Any) -> bool:
