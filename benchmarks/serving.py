@@ -204,12 +204,11 @@ def compare(model: Any, name: str, requests: list[Request], attention: str) -> d
     stock = run(model, lambda: BatchGenerator(model, **stock_options), requests, stock_bytes)
     budget: dict[str, Any] = {"memory": max(stock.peak_bytes, 1)} if name == "c" else {}
     with tinykv.attach(model, attention=attention, **budget) as kv:
-        base = 0
         paged = run(
             model,
             lambda: tinykv.PagedBatchGenerator(model, **options),
             requests,
-            lambda generator: kv.stats().bytes_used - base,
+            lambda generator: kv.stats().bytes_used,
         )
         per_token = sum(group.page_bytes for group in kv.groups) / kv.config.page_size
         plan = kv.plan[0]
