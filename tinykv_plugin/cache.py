@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from .batch_cache import BatchPagedKVCache
 from .errors import CacheStateError
+from .kv_format import Affine
 from .masks import sequence_mask
 from .metadata import PagedKV, PagedMask
 from .sequence import PagedSequence
@@ -78,7 +79,22 @@ class PagedKVCache:
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Copies of the tokens held, ``(1, kv_heads, tokens, head_dim)``; with a window only those it still holds."""
-        return self._session.read(self._layer, self._row)
+        keys, values = self._session.read(self._layer, self._row)
+        return self._session.pages_of(self._layer).spec.decode(keys, values)
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> PagedKVCache:
+        """What mlx-lm calls with its own ``kv_bits``: pages can't change their format, so it must be the one they have.
+
+        Raises CacheStateError if it isn't.
+        """
+        wanted = (Affine(bits, group_size), Affine(bits, group_size))
+        spec = self._session.pages_of(self._layer).spec
+        if (spec.keys, spec.values) != wanted:
+            raise CacheStateError(
+                f"kv_bits={bits}, kv_group_size={group_size}: the pages of this model hold {spec.storage()}; set bits "
+                f"and group_size where tinykv is attached instead (--kv-bits {bits} --kv-group-size {group_size})"
+            )
+        return self
 
     def size(self) -> int:
         """Tokens that can be attended to."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from mlx_lm.models import cache as mlx_cache
 
+from .errors import ConfigError
 from .hookspecs import hookimpl
 from .protocols import AttachContext, CacheProvider, CacheSession, LayerPlan
 from .session import KEPT_TOKENS
@@ -48,6 +49,12 @@ class DenseProvider:
     name = "dense"
 
     def open(self, context: AttachContext) -> CacheSession:
+        for field in ("bits", "key_bits", "value_bits"):
+            if getattr(context.config, field) is not None:
+                raise ConfigError(
+                    field,
+                    "is for pages, and cache is set to 'dense'; give mlx-lm its own kv_bits (--kv-bits on its commands)",
+                )
         return DenseSession(context)
 
 

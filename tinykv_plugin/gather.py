@@ -28,14 +28,14 @@ class GatherBackend:
     name = "gather"
     direct = False
     priority = 0
+    reads_quantized = True
 
     def supports(self, request: AttentionRequest) -> list[str]:
         return []
 
     def resize(self, pages: LayerPages, num_pages: int) -> None:
         shapes = pages.shape(num_pages)
-        dtypes = (pages.spec.dtype, pages.spec.value_dtype)
-        for side, shape, dtype in zip(("keys", "values"), shapes, dtypes, strict=True):
+        for side, shape, dtype in zip(("keys", "values"), shapes, pages.dtypes, strict=True):
             old: mx.array | None = getattr(pages, side)
             if num_pages == 0:
                 setattr(pages, side, None)
@@ -100,6 +100,9 @@ class GatherBackend:
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
     def dense(self, metadata: PagedKVMetadata) -> tuple[mx.array, mx.array]:
+        return metadata.pages.spec.decode(*self.stored(metadata))
+
+    def stored(self, metadata: PagedKVMetadata) -> tuple[mx.array, mx.array]:
         step = metadata.step
         pages = metadata.pages
         keys, values = pages.readable()

@@ -76,8 +76,12 @@ class PagedLayer:
     def choose_reader(self, request: AttentionRequest) -> tuple[AttentionBackend, list[str]]:
         """The first backend that supports ``request``, and why those before it don't."""
         refusals: list[str] = []
+        packed = request.keys is not None or request.values is not None
         for backend in self.backends:
-            reasons = backend.supports(request)
+            if packed and not getattr(backend, "reads_quantized", False):
+                reasons = ["quantized pages are not supported"]
+            else:
+                reasons = backend.supports(request)
             if not reasons:
                 return backend, refusals
             refusals.append(f"{backend.name}: {', '.join(reasons)}")
@@ -93,7 +97,8 @@ class PagedLayer:
             reason = "; ".join(part for part in (self.reason, *refusals) if part)
             if not reader.direct and not reason:
                 reason = "no backend that reads pages directly is installed or chosen"
-        return LayerPlan(self.index, self.choice.kind, attention, backend, reason, self.choice.window)
+        storage = self.spec.storage() if self.spec is not None else ""
+        return LayerPlan(self.index, self.choice.kind, attention, backend, reason, self.choice.window, storage)
 
     def _choose(
         self, queries: mx.array, metadata: PagedKVMetadata, kind: MaskKind, sinks: bool
@@ -112,6 +117,8 @@ class PagedLayer:
                 window=metadata.window,
                 keep=metadata.keep,
                 sinks=sinks,
+                keys=spec.keys,
+                values=spec.values,
             )
         )
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from . import layout
+from .kv_format import KVFormat
 from .layer import PagedLayer
 from .protocols import AttachContext, AttentionBackend, LayerChoice, LayerPlan
 from .trace import trace
@@ -35,7 +37,8 @@ class CachePlan:
 
 
 def make_plan(context: AttachContext) -> CachePlan:
-    """Ask the adapter, trace the model, choose backends."""
+    """Ask the adapter, trace the model, choose backends. Raises ConfigError if its K/V can't be stored as asked."""
+    kv_format = KVFormat.of(context.config)
     own = context.own_cache()
     choices = list(context.adapter.choose(context.model, layout.leaves(own)))
     traced = trace(context.model, context.own_cache, choices, context.config.page_size)
@@ -54,10 +57,13 @@ def make_plan(context: AttachContext) -> CachePlan:
         name = "full" if choice.window is None else f"window {choice.window}"
         groups.setdefault(name, choice.window)
         reason = "; ".join(part for part in (choice.reason, seen.touched) if part)
-        layer = PagedLayer(index, choice, list(groups).index(name), not seen.touched, reason, seen.spec)
+        assert seen.spec is not None
+        spec = seen.spec.stored_as(kv_format)
+        layer = PagedLayer(index, choice, list(groups).index(name), not seen.touched, reason, spec)
         layer.backends = context.backends
         layers.append(layer)
-        lines[index] = layer.describe(seen.request)
+        request = seen.request and replace(seen.request, keys=spec.keys, values=spec.values)
+        lines[index] = layer.describe(request)
     plan = CachePlan(layers, groups, _by_entry(own, lines), _writer(context, list(lines.values())))
     for line in plan.lines:
         log.info("layer %d: %s, %s by %s%s", line.layer, line.kind, line.attention, line.backend, _because(line.reason))
@@ -82,5 +88,5 @@ def _by_entry(own: Sequence[Any], lines: dict[int, LayerPlan]) -> list[LayerPlan
         line = paged[0] if paged else lines[parts[0]]
         others = [lines[part] for part in parts if lines[part] is not line]
         reason = "; ".join(part for part in (line.reason, *(f"also {other.kind}" for other in others)) if part)
-        result.append(LayerPlan(number, line.kind, line.attention, line.backend, reason, line.window))
+        result.append(replace(line, layer=number, reason=reason))
     return result

@@ -11,6 +11,7 @@ from .allocator import PageAllocator
 from .errors import OutOfPagesError, PoolGrowthError
 from .hookspecs import PoolGrown
 from .journal import Journal
+from .kv_format import KVFormat
 from .pages import LayerPages
 from .protocols import AttentionBackend
 from .units import format_bytes
@@ -19,6 +20,7 @@ log = logging.getLogger("tinykv")
 
 START_TOKENS = 256
 GROWTH = 1.5
+FULL_PRECISION = KVFormat()
 
 
 class Budget:
@@ -46,6 +48,7 @@ class PagePool:
     """The pages of the layers in one cache group: a page id means one page in every layer.
 
     ``layers`` may grow while the first forward pass meets new layers. ``limit`` is how many pages the budget allows.
+    ``kv_format`` is hashable: the same tokens' pages in another format are other pages.
     """
 
     def __init__(
@@ -57,8 +60,10 @@ class PagePool:
         budget: Budget,
         max_pages: int | None,
         emit: Callable[[str, object], None],
+        kv_format: KVFormat = FULL_PRECISION,
     ) -> None:
         self.name = name
+        self.kv_format = kv_format
         self.page_size = page_size
         self.layers: dict[int, LayerPages] = {}
         self.allocator = PageAllocator(journal)
@@ -74,6 +79,11 @@ class PagePool:
     def page_bytes(self) -> int:
         """Bytes of one page over all layers known so far."""
         return sum(pages.page_bytes for pages in self.layers.values())
+
+    @property
+    def model_token_bytes(self) -> int:
+        """Bytes a token's K/V would take in the model's own dtype, over all layers."""
+        return sum(pages.spec.model_token_bytes() for pages in self.layers.values())
 
     @property
     def nbytes(self) -> int:

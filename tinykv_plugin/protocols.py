@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from .config import KVCacheConfig
+    from .kv_format import Affine
     from .metadata import PagedKVMetadata, PagedMask
     from .pages import LayerPages
     from .stats import PoolStats
@@ -36,6 +37,8 @@ class LayerChoice:
 class LayerPlan:
     """One line of ``kv.plan``: how one layer's K/V are kept and read.
 
+    ``storage`` says what an element takes in the pages ("" where there are none).
+
     ``attention``: "direct" (the backend reads pages), "gather" (pages are copied together first), "dense" (mlx-lm's
     own cache). ``backend`` is the backend's name, ``reason`` why nothing faster serves.
     """
@@ -46,6 +49,7 @@ class LayerPlan:
     backend: str
     reason: str
     window: int | None = None
+    storage: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,8 @@ class AttentionRequest:
     """What one attention call needs; a backend answers in :meth:`AttentionBackend.supports`.
 
     ``query_len`` is the number of query tokens per row (the longest); ``keep`` the number of first tokens that a
-    window doesn't drop (``max_kv_size``).
+    window doesn't drop (``max_kv_size``). ``keys`` and ``values`` say how the pages pack them (None: they hold
+    ``dtype``); only backends with an attribute ``reads_quantized`` that is true are asked about packed ones.
     """
 
     query_heads: int
@@ -67,6 +72,8 @@ class AttentionRequest:
     window: int | None
     keep: int
     sinks: bool
+    keys: Affine | None = None
+    values: Affine | None = None
 
 
 @runtime_checkable
@@ -94,7 +101,7 @@ class AttentionBackend(Protocol):
         ...
 
     def write(self, metadata: PagedKVMetadata, keys: mx.array, values: mx.array) -> None:
-        """Put new tokens, ``(batch, kv_heads, tokens, head_dim)``, into the slots of ``metadata``.
+        """Put new tokens, ``(batch, kv_heads, tokens, elements)`` as the pages store them, into the slots of ``metadata``.
 
         Modifies ``metadata.pages``. Tokens with slot -1 are skipped.
         """
@@ -124,6 +131,10 @@ class AttentionBackend(Protocol):
 @runtime_checkable
 class GatheringBackend(AttentionBackend, Protocol):
     """The backend of last resort: supports every request, and copies pages together for models that need arrays."""
+
+    def stored(self, metadata: PagedKVMetadata) -> tuple[mx.array, mx.array]:
+        """As :meth:`dense`, but ``(batch, kv_heads, columns, elements)`` as the pages store them."""
+        ...
 
     def dense(self, metadata: PagedKVMetadata) -> tuple[mx.array, mx.array]:
         """K and V ``(batch, kv_heads, columns, head_dim)`` of what the step's queries may see.

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeldTokens:
-    """What one layer has of a saved sequence: spans of K and V ``(1, kv_heads, tokens, head_dim)`` by their end.
+    """What one layer has of a saved sequence: spans of K and V ``(1, kv_heads, tokens, …)`` by their end.
 
-    ``first`` is the oldest position of the last span; earlier spans are tokens a size limit keeps.
+    K and V are as the model made them or, ``stored``, as the pages hold them. ``first`` is the oldest position of the last span; earlier spans are tokens a size limit keeps.
     """
 
     first: int
     spans: Sequence[tuple[int, mx.array, mx.array]]
+    stored: bool = False
 
 
 def fill(session: PagedSession, row: PagedSequence, tokens: int, held: Mapping[int, HeldTokens]) -> None:
@@ -50,8 +51,12 @@ def fill(session: PagedSession, row: PagedSequence, tokens: int, held: Mapping[i
             for stop, keys, values in held[layer.index].spans:
                 count = keys.shape[2]
                 step = GroupStep([row.tables[layer.group]], [stop], [count], count)
-                layer_pages = session.pages_for(layer, keys, values)
-                session.writer.write(PagedKVMetadata(layer_pages, step), keys, values)
+                if held[layer.index].stored:
+                    pages = session.pages_of(layer)
+                else:
+                    pages = session.pages_for(layer, keys, values)
+                    keys, values = pages.spec.encode(keys, values)
+                session.writer.write(PagedKVMetadata(pages, step), keys, values)
     except BaseException:
         session.journal.rollback(savepoint)
         raise

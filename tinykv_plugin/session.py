@@ -17,6 +17,7 @@ from .cache import PagedKVCache
 from .errors import CacheStateError, ConfigError
 from .hookspecs import RequestFreed
 from .journal import Journal
+from .kv_format import KVFormat
 from .layer import PagedLayer
 from .layout import replace_leaves
 from .metadata import PagedKVMetadata, int32
@@ -67,12 +68,22 @@ class PagedSession:
         self.gather = context.gather
         self._context = context
         self._plan = plan
+        self.kv_format = KVFormat.of(context.config)
         self._thread = threading.get_ident()
         self._batches: deque[RunningBatch] = deque(maxlen=RUNNING_BATCHES)
         self._offsets: tuple[list[int], mx.array] | None = None
         config = context.config
         self.pools = [
-            PagePool(name, config.page_size, plan.writer, self.journal, self.budget, config.max_pages, context.emit)
+            PagePool(
+                name,
+                config.page_size,
+                plan.writer,
+                self.journal,
+                self.budget,
+                config.max_pages,
+                context.emit,
+                self.kv_format,
+            )
             for name in plan.groups
         ]
         for layer in self.layers:
@@ -98,7 +109,9 @@ class PagedSession:
     def groups(self) -> Sequence[GroupInfo]:
         """The cache groups: which layers share page ids, what a page of theirs takes, how many the budget allows."""
         return [
-            GroupInfo(pool.name, tuple(pool.layers), window, pool.page_bytes, pool.page_size, pool.limit)
+            GroupInfo(
+                pool.name, tuple(pool.layers), window, pool.page_bytes, pool.page_size, pool.limit, pool.model_token_bytes
+            )
             for pool, window in zip(self.pools, self._plan.groups.values(), strict=True)
         ]
 
@@ -182,7 +195,7 @@ class PagedSession:
             if threading.get_ident() != self._thread:
                 self.enter()  # another thread was here since the step began
             metadata = PagedKVMetadata(self.pages_for(layer, keys, values), step.groups[layer.group])
-            self.writer.write(metadata, keys, values)
+            self.writer.write(metadata, *metadata.pages.spec.encode(keys, values))
         except BaseException:
             if not step.done:
                 for row in step.live_rows():
@@ -198,23 +211,30 @@ class PagedSession:
         return self._offsets[1]
 
     def read(self, layer: PagedLayer, row: PagedSequence) -> tuple[mx.array, mx.array]:
-        """Copies of a layer's tokens, ``(1, kv_heads, tokens, head_dim)``; with a window the newest ones."""
-        if layer.pages is None:
-            raise CacheStateError("an empty cache has no keys and values")
+        """Copies of a layer's tokens as they are stored, ``(1, kv_heads, tokens, elements)``; with a window the newest.
+
+        Raises CacheStateError if the layer has no pages yet.
+        """
+        pages = self.pages_of(layer)
         tokens = row.offset(layer.bit)
         if not tokens:
-            (_, *key_shape), (_, *value_shape) = layer.pages.shape(1)
+            (_, *key_shape), (_, *value_shape) = pages.shape(1)
             key_shape[1] = value_shape[1] = 0
-            return mx.zeros((1, *key_shape), layer.pages.spec.dtype), mx.zeros(
-                (1, *value_shape), layer.pages.spec.value_dtype
-            )
+            key_dtype, value_dtype = pages.dtypes
+            return mx.zeros((1, *key_shape), key_dtype), mx.zeros((1, *value_shape), value_dtype)
         step = GroupStep([row.tables[layer.group]], [tokens], [1], 1)
-        before = layer.pages.last_read
+        before = pages.last_read
         # By an index: a view would be a holder of the pool's array, which the next write would have to copy.
-        keys, values = (side[int32([0])] for side in self.gather.dense(PagedKVMetadata(layer.pages, step)))
+        keys, values = (side[int32([0])] for side in self.gather.stored(PagedKVMetadata(pages, step)))
         mx.eval(keys, values)
-        layer.pages.last_read = before  # this read is over
+        pages.last_read = before  # this read is over
         return keys, values
+
+    def pages_of(self, layer: PagedLayer) -> LayerPages:
+        """The pages of ``layer``. Raises CacheStateError if nothing was ever written to it."""
+        if layer.pages is None:
+            raise CacheStateError("an empty cache has no keys and values")
+        return layer.pages
 
     def collect_abandoned(self) -> None:
         """Free the pages of requests whose caches are gone."""
@@ -286,7 +306,7 @@ class PagedSession:
         """
         if layer.pages is not None and _fits(layer.pages.spec, keys, values):
             return layer.pages
-        spec = LayerSpec.of(keys, values)
+        spec = LayerSpec.of(keys, values).stored_as(self.kv_format)
         pool = self.pools[layer.group]
         if layer.pages is not None:
             if any(row.tokens for row in self.live_sequences()) or self.abandoned:
@@ -330,7 +350,10 @@ class PagedSession:
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """A cache group. ``page_bytes`` is one page over all of its ``layers``; ``page_limit`` what the budget allows."""
+    """A cache group. ``page_bytes`` is one page over all of its ``layers``; ``page_limit`` what the budget allows.
+
+    ``model_token_bytes`` is what a token's K/V would take in the model's own dtype.
+    """
 
     name: str
     layers: tuple[int, ...]
@@ -338,6 +361,7 @@ class GroupInfo:
     page_bytes: int
     page_size: int
     page_limit: int
+    model_token_bytes: int
 
 
 def _fits(spec: LayerSpec, keys: mx.array, values: mx.array) -> bool:

@@ -9,7 +9,7 @@ from typing import cast
 from ..config import KVCacheConfig
 from .console import console, log_to_stderr
 from .failures import UsageError
-from .flags import flags_help, take_kv_flags
+from .flags import MLX_LM_FIELDS, PREFIX, flags_help, take_kv_flags
 from .mlx_lm_commands import WITH_MAX_KV_SIZE, MlxLmCommand
 from .models import DENSE, AttachedModels
 from .patches import arguments
@@ -31,7 +31,6 @@ def forward(command: MlxLmCommand, argv: Sequence[str]) -> int:
     if asks_for_help(rest):
         return _help(command, rest)
     config, rest = _configuration(command, fields, rest)
-    _refuse_quantized_pages(config, rest)
     with log_to_stderr(verbose=config.verbose):
         check_plugins(config)
         with AttachedModels(config) as models, paged_prompt_files(models), _served(command, config):
@@ -48,9 +47,13 @@ def _configuration(
 ) -> tuple[KVCacheConfig, list[str]]:
     """The settings, and the arguments for mlx-lm.
 
-    mlx-lm's own ``--max-kv-size`` is a flag of ours too. If ours is given as well, it counts and mlx-lm's is taken out:
+    Flags for quantized K/V that mlx-lm has as well are given to it where it makes the caches. mlx-lm's own ``--max-kv-size`` is a flag of ours too. If ours is given as well, it counts and mlx-lm's is taken out:
     it would be what a cache is asked for.
     """
+    shared = {field: fields[field] for field in MLX_LM_FIELDS if field in fields}
+    own = {field: value for field, value in fields.items() if field not in shared}
+    if shared and KVCacheConfig(**own).cache == DENSE:
+        fields, rest = own, [*rest, *(f"{PREFIX}{field.replace('_', '-')}={value}" for field, value in shared.items())]
     config = KVCacheConfig(**fields)
     if command.name not in WITH_MAX_KV_SIZE or config.cache == DENSE:
         return config, rest
@@ -109,14 +112,6 @@ def take_max_kv_size(argv: Sequence[str]) -> tuple[str | None, list[str]]:
         if not equals:
             remaining.pop(0)
     return found, others
-
-
-def _refuse_quantized_pages(config: KVCacheConfig, argv: Sequence[str]) -> None:
-    # mlx-lm quantizes only caches that have a method for it; paged ones have none, so it would do nothing, silently.
-    if config.cache == "paged" and any(argument.partition("=")[0] == "--kv-bits" for argument in argv):
-        raise UsageError(
-            "--kv-bits: quantized pages are not supported; use --kv-cache dense for mlx-lm's own quantized cache"
-        )
 
 
 def _help(command: MlxLmCommand, argv: Sequence[str]) -> int:
