@@ -96,7 +96,7 @@ Memory::Memory(const Case& c) {
   a.page_size = c.page_size;
   a.table_width = width;
   a.queries = queries.data();
-  a.dtype = a.key_dtype = a.value_dtype = c.dtype;
+  a.dtype = a.key_format.dtype = a.value_format.dtype = c.dtype;
   const int64_t token = c.key_dim, head = token * c.queries;
   std::copy_n(std::initializer_list<int64_t>{head * c.query_heads, head, token, 1}.begin(), 4, a.query_strides);
   a.keys = keys.data();
