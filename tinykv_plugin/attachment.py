@@ -6,6 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -28,11 +29,17 @@ _live: weakref.WeakSet[Attachment] = weakref.WeakSet()
 
 
 def attach(
-    model: Any, config: KVCacheConfig | None = None, *, plugins: PluginManager | None = None, **fields: Any
+    model: Any,
+    config: KVCacheConfig | None = None,
+    *,
+    plugins: PluginManager | None = None,
+    budget_of: Attachment | None = None,
+    **fields: Any,
 ) -> Attachment:
     """Give ``model`` (an mlx-lm model) paged caches from now on.
 
     Settings come from ``config`` or from keyword ``fields``, see :class:`~tinykv_plugin.config.KVCacheConfig`.
+    With ``budget_of``, another model's attachment (a draft model's target), pages are taken from that one's ``memory``.
     Sets ``model.make_cache`` and the attention function in the model's module; the result's ``detach()`` (or leaving
     it as a context manager) restores both. Raises ConfigError or PluginError with nothing changed.
     """
@@ -40,15 +47,18 @@ def attach(
         raise ConfigError(next(iter(fields)), "give either a config or fields, not both")
     if config is None:
         config = KVCacheConfig(**fields)
-    return Attachment(model, config, plugins or default_manager())
+    return Attachment(model, config, plugins or default_manager(), budget_of)
 
 
 class Attachment:
     """A model under the plugin. Its plan and pools are made at the first ``make_cache()``, after any sharding."""
 
-    def __init__(self, model: Any, config: KVCacheConfig, plugins: PluginManager) -> None:
+    def __init__(
+        self, model: Any, config: KVCacheConfig, plugins: PluginManager, budget_of: Attachment | None = None
+    ) -> None:
         self.model = model
         self.config = config
+        self._budget_of = budget_of
         self._provider = plugins.provider(config.cache)
         self._context = AttachContext(
             model=model,
@@ -88,7 +98,11 @@ class Attachment:
             if self._session is None:
                 if not self._attached:
                     raise CacheStateError("the model was detached from tinykv before any cache was made")
-                self._session = self._provider.open(self._context)
+                context = self._context
+                if self._budget_of is not None:
+                    context = replace(context, shares_budget_of=self._budget_of.session)
+                self._session = self._provider.open(context)
+                self._budget_of = None
             return self._session
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:

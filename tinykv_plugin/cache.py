@@ -75,7 +75,8 @@ class PagedKVCache:
             # This layer has written in a pass that others never finished: a new pass begins.
             with self._session.lock:
                 row.heal()
-        return sequence_mask(N, row.offset(bit), self.window, self._layer.handles, return_array, window_size)
+        keep = row.tables[self._layer.group].retention.keep if row.stepwise else 0
+        return sequence_mask(N, row.offset(bit), self.window, self._layer.handles, return_array, window_size, keep)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Copies of the tokens held, ``(1, kv_heads, tokens, head_dim)``; with a window only those it still holds."""

@@ -170,6 +170,7 @@ def _array_mask(step: GroupStep, mask: mx.array | str | PagedMask | None) -> mx.
     """The mask over gathered columns; the cache's own window is exact in the columns and needs none for one token."""
     if isinstance(mask, mx.array) or (mask is None and step.alone):
         return mask
+    keep = step.keep if step.stepwise else 0
     if step.alone and step.window is None and isinstance(mask, str):
         return mask if step.width > 1 else None
     limit = mask.window if isinstance(mask, PagedMask) else step.window if isinstance(mask, str) else None
@@ -181,7 +182,7 @@ def _array_mask(step: GroupStep, mask: mx.array | str | PagedMask | None) -> mx.
             columns = max(1, max(prior + query for prior, query in zip(priors, step.query_lens, strict=True)))
             return row_masks(step.width, priors, step.query_lens, columns, limit, causal)
         if limit is not None and priors[0] + step.width > limit:
-            return causal_array(step.width, priors[0], limit)
+            return causal_array(step.width, priors[0], limit, keep)
         return "causal" if step.width > 1 else None
 
     return step.cached(("mask", limit, causal), make)

@@ -16,12 +16,19 @@ def prior_tokens(start: int, window: int | None) -> int:
 
 
 def sequence_mask(
-    count: int, start: int, window: int | None, handles: bool, return_array: bool, window_size: int | None
+    count: int,
+    start: int,
+    window: int | None,
+    handles: bool,
+    return_array: bool,
+    window_size: int | None,
+    keep: int = 0,
 ) -> mx.array | str | PagedMask | None:
     """The mask for ``count`` tokens after ``start`` others, as mlx-lm's caches answer for one sequence.
 
     ``window`` is the cache's own, ``window_size`` the model's argument. With ``handles`` a PagedMask stands for an
     array; without, the array's columns are the gathered keys: :func:`prior_tokens` earlier ones and the new ones.
+    ``keep`` is :func:`causal_array`'s.
     """
     if window is None and window_size is None:
         if count == 1:
@@ -36,15 +43,22 @@ def sequence_mask(
             return None
         return PagedMask(limit) if handles and not return_array else causal_array(1, prior, limit)
     if return_array:
-        return causal_array(count, prior, limit)
+        return causal_array(count, prior, limit, keep)
     if reaches_all:
         return "causal"
-    return PagedMask(limit) if handles else causal_array(count, prior, limit)
+    return PagedMask(limit) if handles else causal_array(count, prior, limit, keep)
 
 
-def causal_array(count: int, prior: int, window: int | None) -> mx.array:
-    """Boolean ``(count, prior + count)``: query i, at column ``prior + i``, sees the ``window`` columns up to it."""
-    return mx.array(_causal(count, prior, window))
+def causal_array(count: int, prior: int, window: int | None, keep: int = 0) -> mx.array:
+    """Boolean ``(count, prior + count)``: query i, at column ``prior + i``, sees the ``window`` columns up to it.
+
+    With ``keep``, the first columns are among those that each query sees, as if the queries came one by one.
+    """
+    seen = _causal(count, prior, window)
+    if keep and window is not None:
+        seen = _causal(count, prior, window - keep)
+        seen[:, : min(keep, prior)] = True
+    return mx.array(seen)
 
 
 def row_masks(

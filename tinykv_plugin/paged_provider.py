@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import mlx.core as mx
 
 from .hookspecs import hookimpl
 from .plan import make_plan
+from .pool import Budget
 from .protocols import AttachContext, CacheProvider, CacheSession
 from .session import PagedSession
 
@@ -18,7 +20,13 @@ class PagedProvider:
     name = "paged"
 
     def open(self, context: AttachContext) -> CacheSession:
-        return PagedSession(context, make_plan(context), context.config.memory_bytes(device_memory()))
+        sharing = context.shares_budget_of
+        if isinstance(sharing, PagedSession):
+            budget = sharing.budget
+        else:
+            budget = Budget(context.config.memory_bytes(device_memory()))
+        # The other model is not kept alive by this one.
+        return PagedSession(replace(context, shares_budget_of=None), make_plan(context), budget)
 
 
 def device_memory() -> int:

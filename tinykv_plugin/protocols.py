@@ -190,7 +190,8 @@ class AttachContext:
 
     ``own_cache()`` makes the caches the model would have without the plugin. ``backends`` are in order of
     preference; the last one, ``gather``, serves everything. ``emit`` sends a notification hook by name, e.g.
-    ``emit("tinykv_pool_grown", event)``.
+    ``emit("tinykv_pool_grown", event)``. ``shares_budget_of`` is the session of the model whose ``memory`` this one
+    takes its pages from too (a draft model's target).
     """
 
     model: Any
@@ -200,6 +201,7 @@ class AttachContext:
     gather: GatheringBackend
     own_cache: Callable[[], list[Any]]
     emit: Callable[[str, object], None]
+    shares_budget_of: CacheSession | None = None
 
 
 @runtime_checkable

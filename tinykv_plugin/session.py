@@ -50,10 +50,10 @@ class RunningBatch:
 class PagedSession:
     """What the paged provider opens. Bookkeeping is guarded by ``lock``; caches call in with it held."""
 
-    def __init__(self, context: AttachContext, plan: CachePlan, budget_bytes: int) -> None:
-        self.lock = threading.RLock()
+    def __init__(self, context: AttachContext, plan: CachePlan, budget: Budget) -> None:
+        self.lock = budget.lock
         self.journal = Journal()
-        self.budget = Budget(budget_bytes)
+        self.budget = budget
         self.layers = plan.layers
         self.sequences: weakref.WeakSet[PagedSequence] = weakref.WeakSet()
         # Tables of requests that are gone, put here by their finalizer; see collect_abandoned().
@@ -180,6 +180,7 @@ class PagedSession:
             tables = [row.tables[group] for row in rows]
             block_table.update(tables, changed)
             groups.append(GroupStep(tables, context_lens, query_lens, width, block_table))
+            groups[-1].stepwise = rows[0].stepwise
         step = Step(refs, width, rows[0].layers, groups)
         for row, count in zip(rows, query_lens, strict=True):
             row.step = step
@@ -314,7 +315,7 @@ class PagedSession:
                     f"layer {layer.index} writes {spec}, its pages hold {layer.pages.spec}; after changing a model's "
                     f"dtype or shapes drop its prompt caches, or detach and attach again"
                 )
-            self.budget.reserve(-layer.pages.nbytes)
+            pool.book(-layer.pages.nbytes)
             del pool.layers[layer.index]
         layer.spec = spec
         layer.pages = None

@@ -33,22 +33,18 @@ TINYKV_INLINE uint64_t load_bytes(const char* from) {
 
 // Sixteen elements take 2 * kBits bytes.
 template <int kBits>
-TINYKV_INLINE __m128i load_packed(const char* from) {
-  if constexpr (kBits == 8) return _mm_loadu_si128((const __m128i*)from);
-  else if constexpr (kBits == 4) return _mm_loadl_epi64((const __m128i*)from);
-  else return _mm_set_epi64x((int64_t)load_bytes<2 * kBits - 8>(from + 8), (int64_t)load_bytes<8>(from));
-}
-
-template <int kBits>
 TINYKV_INLINE Floats unpack(const char* row, int d) {
-  const __m128i packed = load_packed<kBits>(row + d * kBits / 8);
+  const char* from = row + d * kBits / 8;
   if constexpr (kBits == 8) {
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(packed));
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)));
   } else if constexpr (kBits == 4) {
-    const __m128i pairs = _mm_cvtepu8_epi16(packed);
-    const __m128i bytes = _mm_and_si128(_mm_or_si128(pairs, _mm_slli_epi16(pairs, 4)), _mm_set1_epi16(0x0f0f));
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
+    // Eight lanes with each of two words
+    const __m512i twice = _mm512_set1_epi64((int64_t)load_bytes<8>(from));
+    const __m512i words = _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1), twice);
+    const __m512i shifts = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+    return (Floats)_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srlv_epi32(words, shifts), _mm512_set1_epi32(15)));
   } else {
+    const __m128i packed = _mm_set_epi64x((int64_t)load_bytes<2 * kBits - 8>(from + 8), (int64_t)load_bytes<8>(from));
     // An element lies in two neighbouring bytes.
     alignas(32) static constexpr struct Places {
       unsigned char bytes[32] = {};

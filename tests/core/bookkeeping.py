@@ -116,7 +116,7 @@ def make_session(
         gather=backend,
         own_cache=lambda: [None] * len(windows),
     )
-    session = PagedSession(context, CachePlan(layers, groups, [], backend), memory)
+    session = PagedSession(context, CachePlan(layers, groups, [], backend), Budget(memory))
     for pool in session.pools:
         allocate = pool.allocate
 

@@ -86,7 +86,9 @@ class AttachedModels:
     def _attach(self, model: Any, path: Path) -> None:
         from ..attachment import attach
 
-        self._held.append(_Held(model_label(path), attach(model, self.config)))
+        # The setting `memory` is for the command: a draft model takes its pages from its target's budget.
+        first = self._held[0].kv if self._held else None
+        self._held.append(_Held(model_label(path), attach(model, self.config, budget_of=first)))
 
     def _let_go_of_dropped(self) -> None:
         """Drop attachments that nothing but this object keeps alive, and keep their reports."""
