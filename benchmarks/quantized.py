@@ -12,17 +12,19 @@ import argparse
 import json
 from typing import Any
 
-# First: it loads the BLAS before mlx.
-from attention import BLAS, COLD_BYTES, Shape, dense, median_ms, paged
+from tinykv_plugin.blas import load_blas
 
-import mlx.core as mx
-from mlx_lm.models.base import quantized_scaled_dot_product_attention
-from rich.console import Console
-from rich.table import Table
+BLAS = load_blas()
 
-from tinykv_plugin.kv_format import KVFormat
-from tinykv_plugin.manager import default_manager
-from tinykv_plugin.pages import LayerSpec
+import mlx.core as mx  # noqa: E402
+from attention import COLD_BYTES, Shape, dense, median_ms, paged  # noqa: E402
+from mlx_lm.models.base import quantized_scaled_dot_product_attention  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from tinykv_plugin.kv_format import KVFormat  # noqa: E402
+from tinykv_plugin.manager import default_manager  # noqa: E402
+from tinykv_plugin.pages import LayerSpec  # noqa: E402
 
 PAGE_SIZE = 32
 GROUP_SIZE = 64
@@ -96,7 +98,9 @@ def main() -> None:
                         ratio = f"x{theirs / time:.1f}; " if theirs else ""
                         cells.append(f"{time:.2f} ({ratio}x{as_pages:.2f})")
                         if theirs and theirs < time:
-                            losing.append(f"{backend.name}, {shape.name}, {label} bits: x{theirs / time:.2f} of mlx-lm's")
+                            losing.append(
+                                f"{backend.name}, {shape.name}, {label} bits: x{theirs / time:.2f} of mlx-lm's"
+                            )
                         if as_pages < 1:
                             losing.append(f"{backend.name}, {shape.name}, {label} bits: x{as_pages:.2f} of full pages")
                     size = spec.stored_as(kv_format).token_bytes()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -14,6 +15,7 @@ from mlx_lm.models import cache as mlx_cache
 
 from . import dispatch
 from .config import KVCacheConfig
+from .drafts import drafting
 from .errors import CacheStateError, ConfigError
 from .manager import PluginManager, default_manager
 from .protocols import AttachContext, CacheSession, LayerPlan
@@ -22,6 +24,9 @@ from .stats import PoolStats
 
 _HOOK = "make_cache"
 _MISSING = object()
+# The package has a function of this name in place of the module.
+_GENERATE = importlib.import_module("mlx_lm.generate")
+_DRAFTS = "speculative_generate_step"
 _MAKE_PROMPT_CACHE = mlx_cache.make_prompt_cache.__code__
 
 _lock = threading.RLock()
@@ -40,8 +45,9 @@ def attach(
 
     Settings come from ``config`` or from keyword ``fields``, see :class:`~tinykv_plugin.config.KVCacheConfig`.
     With ``budget_of``, another model's attachment (a draft model's target), pages are taken from that one's ``memory``.
-    Sets ``model.make_cache`` and the attention function in the model's module; the result's ``detach()`` (or leaving
-    it as a context manager) restores both. Raises ConfigError or PluginError with nothing changed.
+    Sets ``model.make_cache``, the attention function in the model's module and mlx-lm's loop for drafts; the result's
+    ``detach()`` (or leaving it as a context manager) restores them. Raises ConfigError or PluginError with nothing
+    changed.
     """
     if config is not None and fields:
         raise ConfigError(next(iter(fields)), "give either a config or fields, not both")
@@ -70,6 +76,9 @@ class Attachment:
             emit=plugins.emit,
         )
         self._session: CacheSession | None = None
+        check = getattr(self._provider, "check", None)
+        if check is not None:
+            check(self._context)
         self._attached = True
         self._modules = list(self._context.adapter.attention_modules(model))
         with _lock:
@@ -78,7 +87,8 @@ class Attachment:
             self._previous = vars(model).get(_HOOK, _MISSING)
             object.__setattr__(model, _HOOK, self._make_cache)
             for module in self._modules:
-                dispatch.install(module, self)
+                dispatch.install(module, dispatch.ATTENTION, dispatch.attention, self)
+            dispatch.install(_GENERATE, _DRAFTS, _drafting, self)
             _live.add(self)
 
     @property
@@ -143,7 +153,8 @@ class Attachment:
                     if other.model is self.model and other._previous is self._make_cache:
                         other._previous = self._previous
             for module in self._modules:
-                dispatch.remove(module, self)
+                dispatch.remove(module, dispatch.ATTENTION, self)
+            dispatch.remove(_GENERATE, _DRAFTS, self)
             if self._session is not None:
                 self._session.close()
             _live.discard(self)
@@ -174,6 +185,15 @@ def attachment_of(model: Any) -> Attachment | None:
     """The attachment whose caches ``model`` makes now."""
     owner = getattr(vars(model).get(_HOOK), "__self__", None)
     return owner if isinstance(owner, Attachment) else None
+
+
+def _is_paged(model: Any) -> bool:
+    kv = attachment_of(model)
+    return kv is not None and isinstance(kv.session, PagedSession)
+
+
+def _drafting(own_loop: Callable[..., Any]) -> Callable[..., Any]:
+    return drafting(own_loop, _is_paged)
 
 
 def _asked_max_kv_size() -> int | None:

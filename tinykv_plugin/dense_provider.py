@@ -48,13 +48,15 @@ class DenseProvider:
 
     name = "dense"
 
-    def open(self, context: AttachContext) -> CacheSession:
+    def check(self, context: AttachContext) -> None:
+        """Raise ConfigError for settings that only pages have."""
         for field in ("bits", "key_bits", "value_bits"):
             if getattr(context.config, field) is not None:
                 raise ConfigError(
-                    field,
-                    "is for pages, and cache is set to 'dense'; give mlx-lm its own kv_bits (--kv-bits on its commands)",
+                    field, "is for pages, and cache is set to 'dense'; give mlx-lm its own kv_bits (its flag --kv-bits)"
                 )
+
+    def open(self, context: AttachContext) -> CacheSession:
         return DenseSession(context)
 
 

@@ -1,4 +1,7 @@
-"""Attention dispatch: a model module's ``scaled_dot_product_attention`` sends PagedKV handles to their backend."""
+"""Functions of mlx-lm's modules that look at what they are given while a model is attached.
+
+A model module's ``scaled_dot_product_attention`` sends PagedKV handles to their backend.
+"""
 
 from __future__ import annotations
 
@@ -12,38 +15,41 @@ from typing import Any
 from .layer import attend_handles
 from .metadata import PagedKV
 
-NAME = "scaled_dot_product_attention"
+ATTENTION = "scaled_dot_product_attention"
+
+Function = Callable[..., Any]
 
 _lock = threading.Lock()
-# Module to (its own function, our dispatcher, who wants it). Users are held weakly: a model may be dropped attached.
-_installed: dict[ModuleType, tuple[Callable[..., Any], Callable[..., Any], weakref.WeakSet[Any]]] = {}
+# Module and name to (its own function, ours, who wants it). Users are held weakly: a model may be dropped attached.
+_installed: dict[tuple[ModuleType, str], tuple[Function, Function, weakref.WeakSet[Any]]] = {}
 
 
-def install(module: ModuleType, user: Any) -> None:
-    """Replace the global name in ``module`` by a dispatcher, until ``user`` and all others call :func:`remove`."""
+def install(module: ModuleType, name: str, wrap: Callable[[Function], Function], user: Any) -> None:
+    """Replace the global ``name`` in ``module`` by ``wrap`` of it, until ``user`` and all others :func:`remove` it."""
     with _lock:
-        if module not in _installed:
-            original = getattr(module, NAME)
-            dispatcher = _dispatcher(original)
-            setattr(module, NAME, dispatcher)
-            _installed[module] = (original, dispatcher, weakref.WeakSet())
-        _installed[module][2].add(user)
+        if (module, name) not in _installed:
+            original = getattr(module, name)
+            wrapped = functools.wraps(original)(wrap(original))
+            setattr(module, name, wrapped)
+            _installed[module, name] = (original, wrapped, weakref.WeakSet())
+        _installed[module, name][2].add(user)
 
 
-def remove(module: ModuleType, user: Any) -> None:
+def remove(module: ModuleType, name: str, user: Any) -> None:
     """Undo the :func:`install` of ``user``; the last one restores the module, unless somebody replaced it since."""
     with _lock:
-        original, dispatcher, users = _installed[module]
+        original, wrapped, users = _installed[module, name]
         users.discard(user)
         if users:
             return
-        del _installed[module]
-        if getattr(module, NAME) is dispatcher:
-            setattr(module, NAME, original)
+        del _installed[module, name]
+        if getattr(module, name) is wrapped:
+            setattr(module, name, original)
 
 
-def _dispatcher(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
+def attention(original: Function) -> Function:
+    """Attention for handles and, by ``original``, for everything else."""
+
     def dispatch(queries: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
         # The type of the keys decides, so a model without paged caches in the same module is not affected.
         return (attend_handles if type(keys) is PagedKV else original)(queries, keys, *args, **kwargs)

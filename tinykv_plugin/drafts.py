@@ -2,76 +2,69 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models import cache as mlx_cache
 
-from .attachment import attachment_of
+from . import layout
+from .cache import PagedKVCache
 from .errors import DraftError
 from .rewinding import RewindingCache, RewindingModel
-from .session import PagedSession
 
-# The package has a function of this name in place of the module.
-_generate: Any = importlib.import_module("mlx_lm.generate")
-_cache: Any = importlib.import_module("mlx_lm.models.cache")
-_own_loop = _generate.speculative_generate_step
+Loop = Callable[..., Iterator[tuple[int, mx.array, bool]]]
 
 
-def speculative_generate_step(
-    prompt: mx.array,
-    model: Any,
-    draft_model: Any,
-    *args: Any,
-    num_draft_tokens: int = 2,
-    prompt_cache: list[Any] | None = None,
-    **options: Any,
-) -> Iterator[tuple[int, mx.array, bool]]:
-    """As mlx-lm's function of the same name, which it uses; greedy tokens are those of ``model`` alone.
+def drafting(own_loop: Loop, is_paged: Callable[[Any], bool]) -> Loop:
+    """mlx-lm's ``speculative_generate_step``, ``own_loop``, for models of which one at least ``is_paged``.
 
-    Also for models with recurrent layers, whose state is put back, and for windows of any length. Raises ConfigError
-    if the setting ``rewind`` is too small for ``num_draft_tokens``, DraftError if a model's caches can't be rewound,
-    both before anything is computed. If neither model is attached mlx-lm's function does it all.
+    Greedy tokens are those of the model alone, also with recurrent layers, whose state is put back, and with windows
+    of any length. The loop raises ConfigError if the setting ``rewind`` is too small for ``num_draft_tokens``, and
+    DraftError if a model's caches can't be rewound, both before anything is computed.
     """
-    if not _is_paged(model) and not _is_paged(draft_model):
-        yield from _own_loop(
-            prompt,
-            model,
-            draft_model,
-            *args,
-            num_draft_tokens=num_draft_tokens,
-            prompt_cache=prompt_cache,
-            **options,
-        )
-        return
-    own = _cache.make_prompt_cache(model)
+
+    def speculative_generate_step(
+        prompt: mx.array,
+        model: Any,
+        draft_model: Any,
+        *args: Any,
+        num_draft_tokens: int = 2,
+        prompt_cache: list[Any] | None = None,
+        **options: Any,
+    ) -> Iterator[tuple[int, mx.array, bool]]:
+        options["num_draft_tokens"] = num_draft_tokens
+        if not is_paged(model) and not is_paged(draft_model):
+            yield from own_loop(prompt, model, draft_model, *args, prompt_cache=prompt_cache, **options)
+            return
+        models = model, draft_model
+        caches = _divided(prompt_cache, model, draft_model)
+        bits, group_size = options.pop("kv_bits", None), options.pop("kv_group_size", 64)
+        if bits is not None:
+            for leaf in layout.leaves([*caches[0], *caches[1]]):
+                if isinstance(leaf, PagedKVCache):
+                    leaf.to_quantized(group_size, bits)  # raises if its pages have another format
+        rewinding = [RewindingCache(part, num_draft_tokens, len(prompt)) for part in caches]
+        stand_ins = [RewindingModel(whole) for whole in models]
+        steps: Any = own_loop(prompt, *stand_ins, *args, prompt_cache=rewinding, **options)
+        try:
+            yield from steps
+        finally:
+            steps.close()
+            for part, whole in zip(rewinding, models, strict=True):
+                part.settle(whole)
+
+    return speculative_generate_step
+
+
+def _divided(prompt_cache: list[Any] | None, model: Any, draft_model: Any) -> tuple[list[Any], list[Any]]:
+    """The caches of the model and of the draft model; new ones if there are none."""
+    own = mlx_cache.make_prompt_cache(model)
     if prompt_cache is None:
-        caches = own, _cache.make_prompt_cache(draft_model)
-    else:
-        caches = prompt_cache[: len(own)], prompt_cache[len(own) :]
-        if not caches[1]:
-            raise DraftError(f"the prompt cache has {len(caches[0])} entries, all the model's: the draft's are missing")
-    models = model, draft_model
-    rewinding = [RewindingCache(part, num_draft_tokens, len(prompt)) for part in caches]
-    options.pop("kv_bits", None)  # pages have their own format
-    steps = _own_loop(
-        prompt,
-        RewindingModel(model),
-        RewindingModel(draft_model),
-        *args,
-        num_draft_tokens=num_draft_tokens,
-        prompt_cache=rewinding,
-        **options,
-    )
-    try:
-        yield from steps
-    finally:
-        steps.close()
-        for part, whole in zip(rewinding, models, strict=True):
-            part.settle(whole)
-
-
-def _is_paged(model: Any) -> bool:
-    kv = attachment_of(model)
-    return kv is not None and isinstance(kv.session, PagedSession)
+        return own, mlx_cache.make_prompt_cache(draft_model)
+    count = len(own)
+    if len(prompt_cache) <= count:
+        raise DraftError(
+            f"the prompt cache has {len(prompt_cache)} entries, the model's own {count}: the draft model's are missing"
+        )
+    return prompt_cache[:count], prompt_cache[count:]

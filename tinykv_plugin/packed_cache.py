@@ -54,7 +54,9 @@ class PackedKVCache:
 vars(mlx_cache).setdefault(PackedKVCache.__name__, PackedKVCache)
 
 
-def quantized_cache(spec: LayerSpec, keys: mx.array, values: mx.array, offset: int, window: int | None, keep: int) -> Any:
+def quantized_cache(
+    spec: LayerSpec, keys: mx.array, values: mx.array, offset: int, window: int | None, keep: int
+) -> Any:
     """Stored K and V ``(1, kv_heads, tokens, elements)`` as a cache for a file: mlx-lm's class where it has one."""
     key_side = _split(spec.keys, keys, spec.key_dim, spec.dtype)
     value_side = _split(spec.values, values, spec.value_dim, spec.value_dtype)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from .hookspecs import hookimpl
-from .plan import make_plan
+from .plan import check_format, make_plan
 from .pool import Budget
 from .protocols import AttachContext, CacheProvider, CacheSession
 from .session import PagedSession
@@ -18,6 +18,10 @@ class PagedProvider:
     """K/V in pages; what this package is about."""
 
     name = "paged"
+
+    def check(self, context: AttachContext) -> None:
+        """Raise ConfigError if the model's K/V can't be stored as the settings ask."""
+        check_format(context)
 
     def open(self, context: AttachContext) -> CacheSession:
         sharing = context.shares_budget_of

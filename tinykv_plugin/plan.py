@@ -70,6 +70,16 @@ def make_plan(context: AttachContext) -> CachePlan:
     return plan
 
 
+def check_format(context: AttachContext) -> None:
+    """Raise ConfigError if the K/V of some layer can't be stored as the settings ask."""
+    kv_format = KVFormat.of(context.config)
+    if kv_format.quantized:
+        choices = list(context.adapter.choose(context.model, layout.leaves(context.own_cache())))
+        for layer in trace(context.model, context.own_cache, choices, context.config.page_size).layers.values():
+            if layer.spec is not None:
+                layer.spec.stored_as(kv_format)
+
+
 def _because(reason: str) -> str:
     return f" ({reason})" if reason else ""
 

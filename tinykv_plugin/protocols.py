@@ -101,7 +101,7 @@ class AttentionBackend(Protocol):
         ...
 
     def write(self, metadata: PagedKVMetadata, keys: mx.array, values: mx.array) -> None:
-        """Put new tokens, ``(batch, kv_heads, tokens, elements)`` as the pages store them, into the slots of ``metadata``.
+        """Put new tokens, ``(batch, kv_heads, tokens, elements)`` as the pages store them, into ``metadata``'s slots.
 
         Modifies ``metadata.pages``. Tokens with slot -1 are skipped.
         """
@@ -206,7 +206,11 @@ class AttachContext:
 
 @runtime_checkable
 class CacheProvider(Protocol):
-    """Makes caches for models; chosen by name with the setting ``cache``."""
+    """Makes caches for models; chosen by name with the setting ``cache``.
+
+    A provider may also have a method ``check(context)``, called when a model is attached, that raises ConfigError for
+    settings that it can't serve with this model.
+    """
 
     name: str
 

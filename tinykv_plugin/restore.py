@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class HeldTokens:
     """What one layer has of a saved sequence: spans of K and V ``(1, kv_heads, tokens, …)`` by their end.
 
-    K and V are as the model made them or, ``stored``, as the pages hold them. ``first`` is the oldest position of the last span; earlier spans are tokens a size limit keeps.
+    K and V are as the model made them or, ``stored``, as the pages hold them. ``first`` is the oldest position of the
+    last span; earlier spans are tokens a size limit keeps.
     """
 
     first: int
@@ -52,11 +53,11 @@ def fill(session: PagedSession, row: PagedSequence, tokens: int, held: Mapping[i
                 count = keys.shape[2]
                 step = GroupStep([row.tables[layer.group]], [stop], [count], count)
                 if held[layer.index].stored:
-                    pages = session.pages_of(layer)
+                    target = session.pages_of(layer)
                 else:
-                    pages = session.pages_for(layer, keys, values)
-                    keys, values = pages.spec.encode(keys, values)
-                session.writer.write(PagedKVMetadata(pages, step), keys, values)
+                    target = session.pages_for(layer, keys, values)
+                    keys, values = target.spec.encode(keys, values)
+                session.writer.write(PagedKVMetadata(target, step), keys, values)
     except BaseException:
         session.journal.rollback(savepoint)
         raise

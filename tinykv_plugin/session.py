@@ -110,7 +110,13 @@ class PagedSession:
         """The cache groups: which layers share page ids, what a page of theirs takes, how many the budget allows."""
         return [
             GroupInfo(
-                pool.name, tuple(pool.layers), window, pool.page_bytes, pool.page_size, pool.limit, pool.model_token_bytes
+                pool.name,
+                tuple(pool.layers),
+                window,
+                pool.page_bytes,
+                pool.page_size,
+                pool.limit,
+                pool.model_token_bytes,
             )
             for pool, window in zip(self.pools, self._plan.groups.values(), strict=True)
         ]

@@ -18,6 +18,7 @@ from .stats import print_reports
 
 MAX_KV_SIZE = "--max-kv-size"
 SHORTEST_MAX_KV_SIZE = "--max-k"
+QUANTIZED_START = "--quantized-kv-start"
 
 
 def forward(command: MlxLmCommand, argv: Sequence[str]) -> int:
@@ -31,6 +32,8 @@ def forward(command: MlxLmCommand, argv: Sequence[str]) -> int:
     if asks_for_help(rest):
         return _help(command, rest)
     config, rest = _configuration(command, fields, rest)
+    if config.cache != DENSE:
+        _require_quantized_from_the_start(rest)
     with log_to_stderr(verbose=config.verbose):
         check_plugins(config)
         with AttachedModels(config) as models, paged_prompt_files(models), _served(command, config):
@@ -47,8 +50,9 @@ def _configuration(
 ) -> tuple[KVCacheConfig, list[str]]:
     """The settings, and the arguments for mlx-lm.
 
-    Flags for quantized K/V that mlx-lm has as well are given to it where it makes the caches. mlx-lm's own ``--max-kv-size`` is a flag of ours too. If ours is given as well, it counts and mlx-lm's is taken out:
-    it would be what a cache is asked for.
+    Flags for quantized K/V that mlx-lm has as well are given to it where it makes the caches. mlx-lm's own
+    ``--max-kv-size`` is a flag of ours too. If ours is given as well, it counts and mlx-lm's is taken out: it would be
+    what a cache is asked for.
     """
     shared = {field: fields[field] for field in MLX_LM_FIELDS if field in fields}
     own = {field: value for field, value in fields.items() if field not in shared}
@@ -112,6 +116,13 @@ def take_max_kv_size(argv: Sequence[str]) -> tuple[str | None, list[str]]:
         if not equals:
             remaining.pop(0)
     return found, others
+
+
+def _require_quantized_from_the_start(argv: Sequence[str]) -> None:
+    for index, argument in enumerate(argv):
+        name, equals, value = argument.partition("=")
+        if name == QUANTIZED_START and (value if equals else "".join(argv[index + 1 : index + 2])) != "0":
+            raise UsageError(f"{QUANTIZED_START}: pages are quantized from the first token on; give 0, or leave it out")
 
 
 def _help(command: MlxLmCommand, argv: Sequence[str]) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..attachment import attachment_of
 from ..batching.admission import Admission
+from ..errors import OutOfPagesError, RequestTooLargeError
+from ..pool import Budget, PagePool, find_room
 from ..session import PagedSession
 
 log = logging.getLogger("tinykv")
@@ -68,11 +70,18 @@ class LoadedModel:
         """
         if "draft" in self.sessions:
             tokens += drafted + 1
+        # A draft model shares its target's budget.
+        needs: dict[Budget, list[tuple[PagePool, int]]] = {}
         for session in self.sessions.values():
             admission = Admission(session, chunk)
             admission.require_possible(tokens, self._max_kv_size)
-            need = admission.footprint(tokens, self._max_kv_size)
-            while not admission.has_room(need, admission.nothing()) and reclaim():
+            footprint = admission.footprint(tokens, self._max_kv_size)
+            needs.setdefault(session.budget, []).extend(zip(session.pools, footprint.pages, strict=True))
+        for budget, need in needs.items():
+            total = sum(count * pool.page_bytes for pool, count in need)
+            if total > budget.total:
+                raise RequestTooLargeError(tokens, sum(count for _, count in need), total, budget.total, "memory")
+            while need and not self._has_room(need) and reclaim():
                 pass
 
     def held_bytes(self) -> int:
@@ -83,6 +92,15 @@ class LoadedModel:
             with session.lock:
                 total += sum(pool.allocator.used * pool.page_bytes for pool in session.pools)
         return total
+
+    def _has_room(self, need: Sequence[tuple[PagePool, int]]) -> bool:
+        for session in self.sessions.values():
+            session.collect()
+        try:
+            find_room([pool for pool, _ in need], [count for _, count in need], last_try=False)
+        except OutOfPagesError:
+            return False
+        return True
 
     def _look(self) -> None:
         """Note what was loaded. Its pools are planned here, in the thread that will use them."""
