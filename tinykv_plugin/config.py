@@ -95,6 +95,33 @@ class KVCacheConfig(BaseSettings):
             "wait (admit a request only if its longest possible answer fits), or fail the row with an error."
         ),
     )
+    prefix_cache: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description=(
+            "Prompts that were run are stored, for others that begin in the same way: the share of the memory budget "
+            "that those in no use may hold. They give way as soon as requests need pages. 0: nothing is stored."
+        ),
+    )
+    prefix_interval: int = Field(
+        default=1024,
+        ge=1,
+        strict=True,
+        description=(
+            "Models with sliding windows or recurrent layers: a stored prompt can be continued at its end, at the ends "
+            "of its messages (server), and every so many tokens in between."
+        ),
+    )
+    prefix_states: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description=(
+            "What recurrent layers hold where a stored prompt can be continued may take so much memory, as a share of "
+            "the memory budget and beside it."
+        ),
+    )
     max_queue: int | None = Field(
         default=None,
         ge=1,
@@ -128,7 +155,7 @@ class KVCacheConfig(BaseSettings):
         except ValidationError as error:
             raise _one_line(error, fields) from None
 
-    @field_validator("page_size", "max_pages", "max_kv_size", "rewind", "max_queue", mode="before")
+    @field_validator("page_size", "max_pages", "max_kv_size", "rewind", "prefix_interval", "max_queue", mode="before")
     @classmethod
     def _digits(cls, value: object) -> object:
         """Environment variables and flags arrive as text; anything but digits is left for the error message."""
@@ -164,6 +191,8 @@ def allowed(name: str) -> str:
         return "true or false"
     if field.annotation is str:
         return "a name"
+    if field.annotation is float:
+        return "a number from 0 to 1"
     least = next(limit.ge for limit in field.metadata if isinstance(limit, Ge))
     most = next((limit.le for limit in field.metadata if isinstance(limit, Le)), None)
     return f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"

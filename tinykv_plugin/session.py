@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
+from . import __version__
 from .audit import audit
 from .block_table import BlockTable
 from .cache import PagedKVCache
@@ -23,6 +24,7 @@ from .metadata import PagedKVMetadata, int32
 from .pages import LayerPages, LayerSpec
 from .plan import CachePlan
 from .pool import Budget, PagePool
+from .prefix_cache import PrefixCache
 from .protocols import AttachContext, AttentionBackend, LayerPlan
 from .reservation import reserve
 from .sequence import PagedSequence
@@ -61,12 +63,12 @@ class PagedSession:
         self.freed_slots = 0
         self.freed_filled = 0
         self.cow_copies = 0
-        self.evictions = 0
         self.closed = False
         self.writer: AttentionBackend = plan.writer
         self.gather = context.gather
         self._context = context
         self._plan = plan
+        self.emit = context.emit
         self._thread = threading.get_ident()
         self._batches: deque[RunningBatch] = deque(maxlen=RUNNING_BATCHES)
         self._offsets: tuple[list[int], mx.array] | None = None
@@ -79,6 +81,7 @@ class PagedSession:
             if layer.spec is not None:
                 layer.pages = LayerPages(layer.spec, config.page_size)
                 self.pools[layer.group].add_layer(layer.index, layer.pages)
+        self.prefix = PrefixCache(self, context.model, config.prefix_cache, int(config.prefix_states * budget_bytes))
 
     @property
     def plan(self) -> Sequence[LayerPlan]:
@@ -88,6 +91,21 @@ class PagedSession:
     def max_pages(self) -> int | None:
         """The setting: most pages in a cache group."""
         return self._context.config.max_pages
+
+    @property
+    def page_size(self) -> int:
+        """The setting: tokens in a page."""
+        return self._context.config.page_size
+
+    @property
+    def page_format(self) -> str:
+        """What pages of other sessions must have in common with this one's to hold the same bytes."""
+        return f"{__version__} {self.page_size} {[(layer.index, layer.group) for layer in self.layers]}"
+
+    @property
+    def stateful(self) -> Sequence[int]:
+        """The leaves whose caches have no pages but hold something."""
+        return self._plan.stateful
 
     @property
     def rewind(self) -> int:
@@ -104,9 +122,12 @@ class PagedSession:
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
         """Empty caches of one new request, in the shape of the model's own list; no pages are taken yet."""
-        row = self.new_sequence(max_kv_size)
+        return self.caches(self.new_sequence(max_kv_size), {})
+
+    def caches(self, row: PagedSequence, others: Mapping[int, Any]) -> list[Any]:
+        """The caches of ``row`` in the shape of the model's own list; ``others`` are those of layers without pages."""
         paged = {layer.index: self.single(layer, row) for layer in self.layers}
-        return replace_leaves(self._context.own_cache(), paged)
+        return replace_leaves(self._context.own_cache(), {**paged, **others})
 
     def new_sequence(self, max_kv_size: int | None) -> PagedSequence:
         """An empty sequence for all layers. mlx-lm's size limit keeps the first :data:`KEPT_TOKENS` tokens."""
@@ -139,7 +160,8 @@ class PagedSession:
             short = self._short_of_slots(rows, query_lens)
             if short:
                 needed = [query_lens[index] for index in short]
-                reserve(self.pools, self.journal, [rows[index] for index in short], needed, commit=False)
+                needy = [rows[index] for index in short]
+                self.prefix.with_room(lambda: reserve(self.pools, self.journal, needy, needed, commit=False))
 
     def begin(self, rows: Sequence[PagedSequence], query_lens: Sequence[int], width: int) -> Step:
         """Start a forward pass: reserve the pages of all rows in all groups, or none.
@@ -150,7 +172,8 @@ class PagedSession:
         short = self._short_of_slots(rows, query_lens)
         if short:
             needy = [rows[index] for index in short]
-            copies = reserve(self.pools, self.journal, needy, [query_lens[index] for index in short])
+            needed = [query_lens[index] for index in short]
+            copies = self.prefix.with_room(lambda: reserve(self.pools, self.journal, needy, needed))
             for pool, (sources, targets) in zip(self.pools, copies, strict=True):
                 if sources:
                     pool.copy_pages(sources, targets)
@@ -225,7 +248,8 @@ class PagedSession:
                 self.freed_filled += sum(table.filled_slots(tokens) for table in tables)
             freed = sum(table.release() for table in tables)
             if freed:
-                self._context.emit("tinykv_request_freed", RequestFreed(tokens, freed))
+                self.emit("tinykv_request_freed", RequestFreed(tokens, freed))
+            self.prefix.keep_within()
 
     def live_sequences(self) -> list[PagedSequence]:
         """The requests there are; ``lock`` is held, but other threads may be dropping requests meanwhile."""
@@ -251,6 +275,7 @@ class PagedSession:
             audit(self)
 
     def close(self) -> None:
+        self.prefix.clear()
         self.closed = True
 
     def _settle(self) -> None:
