@@ -17,7 +17,7 @@ from .fingerprint import ModelFingerprint
 from .hookspecs import PageEvicted
 from .pool import find_room
 from .prefix_cut import Cut, best_cut
-from .prefix_tree import PrefixNode, PrefixTree, token_bytes
+from .prefix_tree import TOKEN_BYTES, PrefixNode, PrefixTree, token_bytes
 
 if TYPE_CHECKING:
     from .sequence import PagedSequence
@@ -33,10 +33,11 @@ States = Mapping[int, Any]
 
 @dataclass
 class PrefixCounts:
-    """What happened so far: tokens of prompts that were found (``hit_tokens``) and not (``missed_tokens``), prompts of
-    which something was found (``hits``) and not (``misses``), pages ``evicted``.
+    """What happened so far.
 
-    ``refused`` counts tokens that were stored but could not be used, by reason.
+    Tokens of prompts that were found (``hit_tokens``) and not (``missed_tokens``), prompts of which something was found
+    (``hits``) and not (``misses``), pages ``evicted``, tokens that were stored but could not be used (``refused``), by
+    reason.
     """
 
     hit_tokens: int = 0
@@ -126,6 +127,11 @@ class PrefixCache:
         return self.share > 0
 
     @property
+    def entries(self) -> int:
+        """Caches in the model's own list."""
+        return len(self._session.plan)
+
+    @property
     def needs_cuts(self) -> bool:
         """Whether a stored prompt can be continued only near places where it was inserted.
 
@@ -137,28 +143,47 @@ class PrefixCache:
     def matched(self, tokens: Sequence[int], max_kv_size: int | None = None) -> int:
         """How many of ``tokens`` :meth:`attach` would find; nothing is changed."""
         with self._session.lock:
-            row = self._session.new_sequence(max_kv_size)
-            cut, _ = self._find(tokens, row)
+            cut, _ = self._find(tokens, max_kv_size)
             return cut.tokens
 
     def attach(
-        self, tokens: Sequence[int], max_kv_size: int | None = None, limit: int | None = None
+        self,
+        tokens: Sequence[int],
+        max_kv_size: int | None = None,
+        *,
+        limit: int | None = None,
+        counted: bool = True,
     ) -> tuple[list[Any], list[int], int]:
-        """As :meth:`fetch`, with at most ``limit`` tokens taken from the store; also returns how many were."""
+        """As :meth:`fetch`, with at most ``limit`` tokens taken from the store; also returns how many were.
+
+        Unless it is ``counted``, the caller calls :meth:`count` when the request is run.
+        """
         session = self._session
         with session.lock:
             session.enter()
             row = session.new_sequence(max_kv_size)
-            cut, found = self._find(tokens if limit is None else tokens[: limit + 1], row)
+            cut, found = self._find(tokens if limit is None else tokens[: limit + 1], max_kv_size)
             if cut.nodes:
                 self._share(row, cut)
                 self.tree.touch(cut.nodes[-1])
-            self._count(len(tokens), cut, found)
+            if counted:
+                self.count(cut.tokens, len(tokens) - cut.tokens)
+            if found > cut.tokens and cut.reason:
+                refused = self.counts.refused
+                refused[cut.reason] = refused.get(cut.reason, 0) + found - cut.tokens
             states = {index: copy.deepcopy(state) for index, state in (cut.states or {}).items()}
             return session.caches(row, states), list(tokens[cut.tokens :]), cut.tokens
 
+    def count(self, found: int, missed: int) -> None:
+        """Of a prompt ``found`` tokens were stored, ``missed`` are run."""
+        counts = self.counts
+        counts.hit_tokens += found
+        counts.missed_tokens += missed
+        counts.hits += found > 0
+        counts.misses += not found
+
     def keep(self, tokens: Sequence[int], row: PagedSequence, states: States, tail: bool = True) -> int:
-        """Store the pages of ``row``, which hold ``tokens``; ``states`` has the caches of its layers that have no pages.
+        """Store the pages of ``row``, which hold ``tokens``; ``states`` has the caches of layers without pages.
 
         Without ``tail`` only full pages: a page that is shared is copied when it is written next. The session's lock
         is held, no pass is under way. Returns the tokens stored.
@@ -166,7 +191,7 @@ class PrefixCache:
         if not self.enabled:
             return 0
         count = min(len(tokens), row.tokens)
-        size = self.tree.page_size
+        size, step = self.tree.page_size, self.tree.page_size * TOKEN_BYTES
         if not tail:
             count -= count % size
         if not count:
@@ -174,13 +199,13 @@ class PrefixCache:
         # Of recurrent layers only the present is known, not what they held at an earlier token.
         stateful = bool(self._session.stateful)
         exact = stateful and count == row.tokens
-        node = self.tree.root(self._salt(row))
+        node = self.tree.root(self._salt(row.max_kv_size))
         data = token_bytes(tokens[:count])
         for logical in range(-(-count // size)):
-            key = data[logical * size * 4 : (logical + 1) * size * 4]
+            key = data[logical * step : (logical + 1) * step]
             child = node.children.get(key)
             if child is None:
-                if len(key) < size * 4 and not exact and any(other.startswith(key) for other in node.children):
+                if len(key) < step and not exact and any(other.startswith(key) for other in node.children):
                     count -= count % size  # a longer stored prompt has these tokens too
                     break
                 shorter = self.tree.partial_prefix(node, key)
@@ -280,21 +305,21 @@ class PrefixCache:
 
     # Finding --------------------------------------------------------------------------------------------------------
 
-    def _salt(self, row: PagedSequence) -> bytes:
+    def _salt(self, max_kv_size: int | None) -> bytes:
         """What tells K/V apart that the same tokens have: weights, shapes, format, and a limit on what is attended."""
-        key = self._fingerprint.digest(), row.max_kv_size
+        key = self._fingerprint.digest(), max_kv_size
         salt = self._salts.get(key)
         if salt is None:
-            text = f"{self._session.page_format} {key[1]}".encode()
+            text = f"{self._session.page_format} {max_kv_size}".encode()
             salt = self._salts[key] = hashlib.blake2b(key[0] + text, digest_size=16).digest()
         return salt
 
-    def _find(self, tokens: Sequence[int], row: PagedSequence) -> tuple[Cut, int]:
+    def _find(self, tokens: Sequence[int], max_kv_size: int | None) -> tuple[Cut, int]:
         """Where a stored prompt can be continued, and how many tokens are stored in all; one token is left to run."""
-        data = token_bytes(tokens[:-1])
-        match = self.tree.match(self._salt(row), data)
-        retentions = [table.retention for table in row.tables]
-        return best_cut(match, data, retentions, bool(self._session.stateful), self.tree.page_size), match.tokens
+        session, data = self._session, token_bytes(tokens[:-1])
+        match = self.tree.match(self._salt(max_kv_size), data)
+        retentions = session.retentions(max_kv_size)
+        return best_cut(match, data, retentions, bool(session.stateful), self.tree.page_size), match.tokens
 
     def _share(self, row: PagedSequence, cut: Cut) -> None:
         for group, table in enumerate(row.tables):
@@ -307,15 +332,6 @@ class PrefixCache:
             table.open_at(floor, cut.tokens, pages)
         row.tokens = cut.tokens
         row.version += 1
-
-    def _count(self, asked: int, cut: Cut, found: int) -> None:
-        counts = self.counts
-        counts.hit_tokens += cut.tokens
-        counts.missed_tokens += asked - cut.tokens
-        counts.hits += cut.tokens > 0
-        counts.misses += not cut.tokens
-        if found > cut.tokens:
-            counts.refused[cut.reason] = counts.refused.get(cut.reason, 0) + found - cut.tokens
 
     # Letting go -----------------------------------------------------------------------------------------------------
 

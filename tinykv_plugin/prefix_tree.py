@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-TOKEN_BYTES = 4
+# Token ids are below 2^31, but mlx-lm's server puts larger ids of images in their places.
+TOKEN_BYTES = 8
 HASH_BYTES = 16
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Tokens as int32 bytes: what pages are keyed by."""
-    return np.asarray(tokens, dtype=np.int32).tobytes()
+    """Tokens as int64 bytes: what pages are keyed by."""
+    return np.asarray(tokens, dtype=np.int64).tobytes()
 
 
 def page_hash(parent: bytes, tokens: bytes) -> bytes:
@@ -42,7 +43,7 @@ class PrefixNode:
         self.children: dict[bytes, PrefixNode] = {}
         self.state: Any = None
         self.state_bytes = 0
-        self.hash = salt if parent is None else page_hash(parent.hash, tokens)
+        self.hash: bytes = salt if parent is None else page_hash(parent.hash, tokens)
 
     @property
     def count(self) -> int:
@@ -157,6 +158,6 @@ class PrefixTree:
 def _common_tokens(first: bytes, second: bytes) -> int:
     """How many tokens two keys have in common from the start."""
     count = min(len(first), len(second)) // TOKEN_BYTES
-    one, two = (np.frombuffer(key, dtype=np.int32, count=count) for key in (first, second))
+    one, two = (np.frombuffer(key, dtype=np.int64, count=count) for key in (first, second))
     different = np.flatnonzero(one != two)
     return int(different[0]) if different.size else count

@@ -98,6 +98,11 @@ class PagedSession:
         return self._context.config.page_size
 
     @property
+    def prefix_interval(self) -> int:
+        """The setting: tokens between places where a stored prompt can be continued."""
+        return self._context.config.prefix_interval
+
+    @property
     def page_format(self) -> str:
         """What pages of other sessions must have in common with this one's to hold the same bytes."""
         return f"{__version__} {self.page_size} {[(layer.index, layer.group) for layer in self.layers]}"
@@ -129,22 +134,23 @@ class PagedSession:
         paged = {layer.index: self.single(layer, row) for layer in self.layers}
         return replace_leaves(self._context.own_cache(), {**paged, **others})
 
-    def new_sequence(self, max_kv_size: int | None) -> PagedSequence:
-        """An empty sequence for all layers. mlx-lm's size limit keeps the first :data:`KEPT_TOKENS` tokens."""
+    def retentions(self, max_kv_size: int | None) -> list[Retention]:
+        """What a request keeps in each group. mlx-lm's size limit keeps the first :data:`KEPT_TOKENS` tokens."""
         if max_kv_size and max_kv_size <= KEPT_TOKENS:
             raise ConfigError(
                 "max_kv_size",
                 f"{max_kv_size} is not allowed: more than the {KEPT_TOKENS} tokens always kept are needed",
             )
         limited = Retention(max_kv_size, KEPT_TOKENS, self.rewind) if max_kv_size else Retention()
+        return [
+            limited if window is None else Retention(window, 0, self.rewind) for window in self._plan.groups.values()
+        ]
+
+    def new_sequence(self, max_kv_size: int | None) -> PagedSequence:
+        """An empty sequence for all layers."""
         tables = [
-            PageTable(
-                pool.allocator,
-                self.journal,
-                pool.page_size,
-                limited if window is None else Retention(window, 0, self.rewind),
-            )
-            for pool, window in zip(self.pools, self._plan.groups.values(), strict=True)
+            PageTable(pool.allocator, self.journal, pool.page_size, retention)
+            for pool, retention in zip(self.pools, self.retentions(max_kv_size), strict=True)
         ]
         with self.lock:
             return PagedSequence(self, tables, sum(layer.bit for layer in self.layers))

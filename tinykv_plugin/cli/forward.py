@@ -130,6 +130,9 @@ def _help(command: MlxLmCommand, argv: Sequence[str]) -> int:
 
 
 def _call(command: MlxLmCommand, argv: Sequence[str]) -> None:
+    if command.name == "server":
+        # mlx-lm keeps ten prompts. In pages, bytes are the limit, unless a number is given.
+        argv = ["--prompt-cache-size", str(10**9), *argv]
     main = cast("Callable[[], object]", command.load())
     # argparse shows the base name of the first argument as the program.
     with arguments([f"tinykv {command.name}", *argv]):
