@@ -36,7 +36,7 @@ def audit(session: PagedSession) -> None:
     for table, count in sharers.values():
         if table.holders != count:
             raise InvariantError(f"a table has {table.holders} holders, {count} were found")
-    for group, page in session.prefix.holders():
+    for group, page in session.prefix.index.holders():
         held[group][page] = held[group].get(page, 0) + 1
         if not session.pools[group].allocator.is_kept(page):
             raise InvariantError(f"the prefix cache lists page {page}, which is not booked as its")

@@ -122,6 +122,18 @@ class KVCacheConfig(BaseSettings):
             "the memory budget and beside it."
         ),
     )
+    prefix_dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description=(
+            "Folder for stored prompts that had to give way, and for all of them at the end: they are found again by "
+            "later runs and other processes. Unset: they are kept in memory only."
+        ),
+    )
+    prefix_disk: int | str = Field(
+        default="10GiB",
+        description='Most bytes in that folder: "10GiB", "500MB" or a number; what was used least recently goes first.',
+    )
     max_queue: int | None = Field(
         default=None,
         ge=1,
@@ -174,6 +186,19 @@ class KVCacheConfig(BaseSettings):
             raise ValueError("out of range")
         return value
 
+    @field_validator("prefix_disk", mode="before")
+    @classmethod
+    def _disk(cls, value: object) -> object:
+        count = parse_bytes(value) if isinstance(value, str) else value
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError("out of range")
+        return value
+
+    @property
+    def prefix_disk_bytes(self) -> int:
+        """The limit of ``prefix_dir`` in bytes."""
+        return parse_bytes(self.prefix_disk) if isinstance(self.prefix_disk, str) else self.prefix_disk
+
     def memory_bytes(self, device_bytes: int) -> int:
         """The budget in bytes; a fraction is taken of ``device_bytes``."""
         assert not isinstance(self.memory, str)
@@ -184,7 +209,11 @@ def allowed(name: str) -> str:
     """What the setting ``name`` may be, in words that fit after "must be"."""
     if name == "memory":
         return "a size such as 4GiB or 500MB, a whole number of bytes, or a fraction above 0 and below 1"
+    if name == "prefix_disk":
+        return "a size such as 4GiB or 500MB, or a whole number of bytes"
     field = KVCacheConfig.model_fields[name]
+    if name == "prefix_dir":
+        return "the name of a folder"
     if get_origin(field.annotation) is Literal:
         return f"one of {', '.join(get_args(field.annotation))}"
     if field.annotation is bool:

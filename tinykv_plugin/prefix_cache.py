@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import logging
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,21 +12,17 @@ from . import layout
 from .cache import PagedKVCache
 from .errors import CacheStateError, OutOfPagesError, PoolGrowthError
 from .fingerprint import ModelFingerprint
-from .hookspecs import PageEvicted
 from .pool import find_room
 from .prefix_cut import Cut, best_cut
-from .prefix_tree import TOKEN_BYTES, PrefixNode, PrefixTree, token_bytes
+from .prefix_disk import PrefixDisk
+from .prefix_index import PrefixIndex, States
+from .prefix_tree import token_bytes
 
 if TYPE_CHECKING:
     from .sequence import PagedSequence
     from .session import PagedSession
 
-log = logging.getLogger("tinykv")
-
 T = TypeVar("T")
-
-# Caches of layers that have no pages, by their place among the leaves.
-States = Mapping[int, Any]
 
 
 @dataclass
@@ -36,15 +30,15 @@ class PrefixCounts:
     """What happened so far.
 
     Tokens of prompts that were found (``hit_tokens``) and not (``missed_tokens``), prompts of which something was found
-    (``hits``) and not (``misses``), pages ``evicted``, tokens that were stored but could not be used (``refused``), by
-    reason.
+    (``hits``) and not (``misses``), tokens that came from the disk (``disk_tokens``, among those found), tokens that
+    were stored but could not be used (``refused``), by reason.
     """
 
     hit_tokens: int = 0
     missed_tokens: int = 0
     hits: int = 0
     misses: int = 0
-    evicted: int = 0
+    disk_tokens: int = 0
     refused: dict[str, int] = field(default_factory=dict)
 
 
@@ -53,20 +47,23 @@ class PrefixCache:
 
     Pages are shared with the requests that made them and those that continue them; where one ends inside a page,
     whoever writes there next gets a copy. Pages that nobody else holds are evicted, the least recently used first, as
-    soon as requests need them. Layers without pages (recurrent ones) are stored as they were at the end of what is
-    inserted. Other weights (LoRA adapters) of the model have prompts of their own.
+    soon as requests need them; with a folder (setting ``prefix_dir``) they go there and are found again. Layers without
+    pages (recurrent ones) are stored as they were at the end of what is inserted. Other weights (LoRA adapters) of the
+    model have prompts of their own.
     """
 
-    def __init__(self, session: PagedSession, model: Any, share: float, state_bytes: int) -> None:
+    def __init__(
+        self, session: PagedSession, model: Any, share: float, state_bytes: int, disk: PrefixDisk | None
+    ) -> None:
         self.counts = PrefixCounts()
-        self.share = share
-        self.tree = PrefixTree(session.page_size)
+        self.index = PrefixIndex(session, state_bytes)
+        self._share = share
         self._session = session
+        self._disk = disk
         self._fingerprint = ModelFingerprint(model)
-        self._state_limit = state_bytes
-        self._states: OrderedDict[PrefixNode, None] = OrderedDict()
-        self._state_bytes = 0
         self._salts: dict[tuple[bytes, int | None], bytes] = {}
+        if disk is not None:
+            self.index.on_evict = disk.save
 
     # What authors use -----------------------------------------------------------------------------------------------
 
@@ -94,37 +91,50 @@ class PrefixCache:
             return self.keep(tokens, row, dict(enumerate(layout.leaves(cache))))
 
     def clear(self) -> None:
-        """Drop everything; pages that requests still hold stay theirs."""
+        """Drop everything in memory; pages that requests still hold stay theirs."""
         with self._session.lock:
-            for node in list(self.tree.oldest_first()):
-                self._drop(node)
+            self.index.clear()
+
+    def flush(self) -> None:
+        """Have everything that is stored on disk too, if there is a folder for it."""
+        if self._disk is not None:
+            with self._session.lock:
+                for node in self.index.tree.oldest_first():
+                    self._disk.save(node, wait=True)
+            self._disk.flush()
+
+    def close(self) -> None:
+        """Flush and drop everything."""
+        self.flush()
+        self.clear()
+        if self._disk is not None:
+            self._disk.close()
 
     def __len__(self) -> int:
-        """Prompts stored: ends that no other stored prompt continues."""
-        return self.tree.leaves
+        """Prompts stored in memory: ends that no other stored prompt continues."""
+        return self.index.tree.leaves
 
     def __bool__(self) -> bool:
         return True
 
     @property
     def tokens(self) -> int:
-        """Tokens stored, common beginnings once."""
+        """Tokens stored in memory, common beginnings once."""
         with self._session.lock:
-            return sum(node.count for node in self.tree.oldest_first())
+            return sum(node.count for node in self.index.tree.oldest_first())
 
     @property
     def nbytes(self) -> int:
         """Bytes of the stored pages, and of what layers without pages held."""
         with self._session.lock:
-            pools = self._session.pools
-            return self._state_bytes + sum(pool.allocator.kept * pool.page_bytes for pool in pools)
+            return self.index.nbytes
 
     # For the generator and the server -------------------------------------------------------------------------------
 
     @property
     def enabled(self) -> bool:
         """Whether anything is stored (the setting ``prefix_cache``)."""
-        return self.share > 0
+        return self._share > 0
 
     @property
     def entries(self) -> int:
@@ -159,20 +169,30 @@ class PrefixCache:
         Unless it is ``counted``, the caller calls :meth:`count` when the request is run.
         """
         session = self._session
+        asked = tokens if limit is None else tokens[: limit + 1]
         with session.lock:
             session.enter()
+            cut, found = self._find(asked, max_kv_size)
             row = session.new_sequence(max_kv_size)
-            cut, found = self._find(tokens if limit is None else tokens[: limit + 1], max_kv_size)
-            if cut.nodes:
-                self._share(row, cut)
-                self.tree.touch(cut.nodes[-1])
+            if self._disk is not None and self._disk.stored(cut):
+                loaded = self._disk.load(cut, row, self.with_room)
+                if loaded is None:  # the files are gone, or there is no room: what is in memory has to do
+                    cut, found = self._find(asked, max_kv_size, in_memory=True)
+                else:
+                    cut = loaded
+                    self.counts.disk_tokens += self._disk.stored_tokens
+                    self.keep(asked[: cut.tokens], row, cut.states or {})
+                    for count, states in self._disk.states(cut):
+                        self.index.keep_states(self._salt(max_kv_size), asked[:count], states)
+            if cut.tokens and not row.tokens:
+                self._give(row, cut)
             if counted:
                 self.count(cut.tokens, len(tokens) - cut.tokens)
             if found > cut.tokens and cut.reason:
                 refused = self.counts.refused
                 refused[cut.reason] = refused.get(cut.reason, 0) + found - cut.tokens
-            states = {index: copy.deepcopy(state) for index, state in (cut.states or {}).items()}
-            return session.caches(row, states), list(tokens[cut.tokens :]), cut.tokens
+            others = {index: copy.deepcopy(state) for index, state in (cut.states or {}).items()}
+            return session.caches(row, others), list(tokens[cut.tokens :]), cut.tokens
 
     def count(self, found: int, missed: int) -> None:
         """Of a prompt ``found`` tokens were stored, ``missed`` are run."""
@@ -190,54 +210,19 @@ class PrefixCache:
         """
         if not self.enabled:
             return 0
-        count = min(len(tokens), row.tokens)
-        size, step = self.tree.page_size, self.tree.page_size * TOKEN_BYTES
-        if not tail:
-            count -= count % size
-        if not count:
-            return 0
-        # Of recurrent layers only the present is known, not what they held at an earlier token.
-        stateful = bool(self._session.stateful)
-        exact = stateful and count == row.tokens
-        node = self.tree.root(self._salt(row.max_kv_size))
-        data = token_bytes(tokens[:count])
-        for logical in range(-(-count // size)):
-            key = data[logical * step : (logical + 1) * step]
-            child = node.children.get(key)
-            if child is None:
-                if len(key) < step and not exact and any(other.startswith(key) for other in node.children):
-                    count -= count % size  # a longer stored prompt has these tokens too
-                    break
-                shorter = self.tree.partial_prefix(node, key)
-                if shorter is not None and shorter.state is None:
-                    self._drop(shorter)
-                child = self.tree.add(node, key, [-1] * len(row.tables))
-            for group, table in enumerate(row.tables):
-                page = table.pages[logical]
-                if child.pages[group] < 0 <= page:
-                    self._session.pools[group].allocator.keep(page)
-                    child.pages[group] = page
-            node = child
-        row.slots = 0  # its tail page may be shared from now on
-        if node.parent is not None:
-            self.tree.touch(node)
-            if exact:
-                self._store_states(node, states)
+        count = self.index.keep(self._salt(row.max_kv_size), tokens, row, states, tail)
         self.keep_within()
         return count
+
+    # Room -----------------------------------------------------------------------------------------------------------
 
     def keep_within(self) -> None:
         """Evict what is beyond the cache's share of the budget; not in a transaction."""
         if self._session.journal.is_open:
             return
-        limit = int(self.share * self._session.budget.total)
-        while self.cached_bytes > limit and self.evict(1):
+        limit = int(self._share * self._session.budget.total)
+        while self.index.evictable_bytes > limit and self.index.evict(1):
             pass
-
-    @property
-    def cached_bytes(self) -> int:
-        """Bytes of pages that only this cache holds."""
-        return sum(pool.allocator.cached_only * pool.page_bytes for pool in self._session.pools)
 
     def make_room(self, needed: Sequence[int]) -> bool:
         """Evict until ``needed`` pages of each group fit into the budget; False, with nothing evicted, if they can't.
@@ -264,44 +249,18 @@ class PrefixCache:
             except (OutOfPagesError, PoolGrowthError) as error:
                 short = max(1, error.needed - error.free) if isinstance(error, OutOfPagesError) else 1
                 evictable = max((pool.allocator.cached_only for pool in self._session.pools), default=0)
-                if short > evictable or not self.evict(short):
+                if short > evictable or not self.index.evict(short):
                     raise
 
     def evict(self, count: int) -> int:
-        """Free ``count`` pages that nobody else holds, or what there is; returns how many. Not in a transaction."""
-        freed = 0
-        while freed < count and any(pool.allocator.cached_only for pool in self._session.pools):
-            found, used = None, []
-            for node in self.tree.oldest_first():
-                if node.children:
-                    continue
-                if self._is_unused(node):
-                    found = node
-                    break
-                used.append(node)
-            for node in used:
-                self.tree.touch(node)  # a request is using it
-            if found is None:
-                return freed + self._evict_behind_windows(count - freed)
-            freed += self._drop(found, evicted=True)
-        return freed
+        """Free ``count`` pages that nobody else holds, or what there is; returns how many."""
+        with self._session.lock:
+            return self.index.evict(count)
 
     def evict_prompt(self) -> bool:
         """Evict the least recently used prompt, up to where others branch off; False if nothing was stored."""
         with self._session.lock:
-            node = next((node for node in self.tree.oldest_first() if not node.children), None)
-            while node is not None and node.parent is not None and not node.children:
-                parent = node.parent
-                self._drop(node, evicted=True)
-                node = parent
-            return node is not None
-
-    def holders(self) -> Iterator[tuple[int, int]]:
-        """Cache group and page id of every page held, for the audit."""
-        for node in self.tree.oldest_first():
-            for group, page in enumerate(node.pages):
-                if page >= 0:
-                    yield group, page
+            return self.index.evict_prompt()
 
     # Finding --------------------------------------------------------------------------------------------------------
 
@@ -314,76 +273,24 @@ class PrefixCache:
             salt = self._salts[key] = hashlib.blake2b(key[0] + text, digest_size=16).digest()
         return salt
 
-    def _find(self, tokens: Sequence[int], max_kv_size: int | None) -> tuple[Cut, int]:
+    def _find(self, tokens: Sequence[int], max_kv_size: int | None, in_memory: bool = False) -> tuple[Cut, int]:
         """Where a stored prompt can be continued, and how many tokens are stored in all; one token is left to run."""
         session, data = self._session, token_bytes(tokens[:-1])
-        match = self.tree.match(self._salt(max_kv_size), data)
+        match = self.index.tree.match(self._salt(max_kv_size), data)
+        if self._disk is not None and not in_memory:
+            match = self._disk.extend(match, data)
         retentions = session.retentions(max_kv_size)
-        return best_cut(match, data, retentions, bool(session.stateful), self.tree.page_size), match.tokens
+        return best_cut(match, data, retentions, bool(session.stateful), session.page_size), match.tokens
 
-    def _share(self, row: PagedSequence, cut: Cut) -> None:
+    def _give(self, row: PagedSequence, cut: Cut) -> None:
+        """Share the pages of ``cut``, all of them in memory, with an empty sequence."""
         for group, table in enumerate(row.tables):
-            floor = cut.floors[group]
-            total = len(cut.nodes)
-            first = max(floor // table.page_size, min(table.kept_pages, total))
-            kept = [node.pages[group] for node in cut.nodes[: min(table.kept_pages, total)]]
-            pages = kept + [node.pages[group] for node in cut.nodes[first:]]
+            pages = [cut.nodes[logical].pages[group] for logical in cut.held(group, table)]
             self._session.pools[group].allocator.share(pages)
-            table.open_at(floor, cut.tokens, pages)
+            table.open_at(cut.floors[group], cut.tokens, pages)
         row.tokens = cut.tokens
         row.version += 1
-
-    # Letting go -----------------------------------------------------------------------------------------------------
-
-    def _is_unused(self, node: PrefixNode) -> bool:
-        pools = self._session.pools
-        return all(page < 0 or pools[group].allocator.ref_count(page) == 1 for group, page in enumerate(node.pages))
-
-    def _evict_behind_windows(self, count: int) -> int:
-        """Free pages of windowed groups alone: their nodes are in use, or interior, but not these pages."""
-        freed = 0
-        for node in self.tree.oldest_first():
-            for group, page in enumerate(node.pages):
-                pool = self._session.pools[group]
-                if page >= 0 and pool.allocator.ref_count(page) == 1 and freed < count:
-                    node.pages[group] = -1
-                    freed += self._give_up(group, page, evicted=True)
-        return freed
-
-    def _drop(self, node: PrefixNode, evicted: bool = False) -> int:
-        """Take out a node without children; returns how many of its pages are free now."""
-        self._drop_states(node)
-        self.tree.remove(node)
-        pages = [(group, page) for group, page in enumerate(node.pages) if page >= 0]
-        return sum(self._give_up(group, page, evicted) for group, page in pages)
-
-    def _give_up(self, group: int, page: int, evicted: bool) -> bool:
-        pool = self._session.pools[group]
-        freed = pool.allocator.unkeep(page)
-        if evicted:
-            self.counts.evicted += 1
-            self._session.emit("tinykv_page_evicted", PageEvicted(pool.name, page))
-        return freed
-
-    # Layers without pages -------------------------------------------------------------------------------------------
-
-    def _store_states(self, node: PrefixNode, states: States) -> None:
-        kept = {index: copy.deepcopy(states[index]) for index in self._session.stateful}
-        size = sum(leaf.nbytes for leaf in kept.values())
-        self._drop_states(node)
-        if size > self._state_limit:
-            return
-        while self._state_bytes + size > self._state_limit:
-            self._drop_states(next(iter(self._states)))
-        node.state, node.state_bytes = kept, size
-        self._states[node] = None
-        self._state_bytes += size
-
-    def _drop_states(self, node: PrefixNode) -> None:
-        if node.state is not None:
-            del self._states[node]
-            self._state_bytes -= node.state_bytes
-            node.state, node.state_bytes = None, 0
+        self.index.tree.touch(cut.nodes[-1])
 
 
 def _row(cache: Sequence[Any]) -> PagedSequence | None:

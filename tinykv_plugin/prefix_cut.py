@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .prefix_tree import TOKEN_BYTES, Match, PrefixNode
-from .table import Retention
+from .table import PageTable, Retention
 
 WINDOW = "a window has dropped what is behind it"
 STATE = "the state of recurrent layers was not stored there"
@@ -22,10 +22,16 @@ class Cut:
     """
 
     tokens: int = 0
-    nodes: Sequence[PrefixNode] = ()
+    nodes: Sequence[Any] = ()
     floors: Sequence[int] = ()
     states: Any = None
     reason: str = field(default="", compare=False)
+
+    def held(self, group: int, table: PageTable) -> list[int]:
+        """The logical pages of ``group`` that a sequence cut here holds."""
+        total = len(self.nodes)
+        kept = min(table.kept_pages, total)
+        return [*range(kept), *range(max(kept, self.floors[group] // table.page_size), total)]
 
 
 def best_cut(match: Match, tokens: bytes, retentions: Sequence[Retention], stateful: bool, page_size: int) -> Cut:
@@ -56,8 +62,9 @@ def _ends_with_state(match: Match, tokens: bytes, page_size: int) -> Iterator[tu
     for depth in reversed(range(len(match.path) + 1)):
         parent = match.path[depth - 1] if depth else match.root
         rest = tokens[depth * step : (depth + 1) * step]
-        ends = [child for key, child in parent.children.items() if child.state is not None and rest.startswith(key)]
-        for child in sorted(ends, key=lambda node: node.count, reverse=True):
+        ends = {id(child): child for child in [*parent.children.values(), *match.path[depth : depth + 1]]}
+        usable = [child for child in ends.values() if child.state is not None and rest.startswith(child.tokens)]
+        for child in sorted(usable, key=lambda node: node.count, reverse=True):
             yield depth * page_size + child.count, [*match.path[:depth], child]
 
 

@@ -25,6 +25,8 @@ from .pages import LayerPages, LayerSpec
 from .plan import CachePlan
 from .pool import Budget, PagePool
 from .prefix_cache import PrefixCache
+from .prefix_disk import PrefixDisk
+from .prefix_store import PrefixStore
 from .protocols import AttachContext, AttentionBackend, LayerPlan
 from .reservation import reserve
 from .sequence import PagedSequence
@@ -81,7 +83,12 @@ class PagedSession:
             if layer.spec is not None:
                 layer.pages = LayerPages(layer.spec, config.page_size)
                 self.pools[layer.group].add_layer(layer.index, layer.pages)
-        self.prefix = PrefixCache(self, context.model, config.prefix_cache, int(config.prefix_states * budget_bytes))
+        disk = None
+        if config.prefix_dir is not None and config.prefix_cache:
+            disk = PrefixDisk(self, PrefixStore(config.prefix_dir, config.prefix_disk_bytes))
+        self.prefix = PrefixCache(
+            self, context.model, config.prefix_cache, int(config.prefix_states * budget_bytes), disk
+        )
 
     @property
     def plan(self) -> Sequence[LayerPlan]:
@@ -281,7 +288,7 @@ class PagedSession:
             audit(self)
 
     def close(self) -> None:
-        self.prefix.clear()
+        self.prefix.close()
         self.closed = True
 
     def _settle(self) -> None:

@@ -97,7 +97,7 @@ def collect(session: PagedSession) -> PoolStats:
         peak_bytes_reserved=session.budget.peak,
         growths=sum(pool.growths for pool in session.pools),
         cow_copies=session.cow_copies,
-        evictions=session.prefix.counts.evicted,
+        evictions=session.prefix.index.evicted,
         prefix_hit_tokens=session.prefix.counts.hit_tokens,
         prefix_missed_tokens=session.prefix.counts.missed_tokens,
     )

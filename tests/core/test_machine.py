@@ -71,7 +71,7 @@ class RequestsMachine(RuleBasedStateMachine):
     def append(self, request: Request, count: int, fault: int | None) -> None:
         new = self.tokens(count)
         self.session.collect_abandoned()
-        before, evicted = self.snapshot(), self.session.prefix.counts.evicted
+        before, evicted = self.snapshot(), self.session.prefix.index.evicted
         self.faults.at = fault
         done = 0
         try:
@@ -82,7 +82,7 @@ class RequestsMachine(RuleBasedStateMachine):
             self.faults.at = None
             if not done and not isinstance(failure, WriteFault):
                 # Stored prompts that gave way don't come back.
-                parts = 2 if self.session.prefix.counts.evicted == evicted else 1
+                parts = 2 if self.session.prefix.index.evicted == evicted else 1
                 assert self.snapshot()[:parts] == before[:parts]
             request.caches[0].make_mask(1)  # a new pass begins: what broke off is taken back
         else:

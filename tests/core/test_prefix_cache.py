@@ -128,7 +128,7 @@ def test_states_stay_within_their_share() -> None:
     for seed in range(30):
         tokens = models.prompt(9, seed)
         kv.prefix_cache.insert(tokens, run(kv, tokens))
-        assert kv.prefix_cache._state_bytes <= 0.05 * (1 << 20)
+        assert kv.prefix_cache.index._state_bytes <= 0.05 * (1 << 20)
     assert assert_as_cold(kv, [*models.prompt(9, 29), 3]) == 9
     assert assert_as_cold(kv, [*models.prompt(9, 0), 3]) == 0
 

@@ -44,7 +44,7 @@ class PagedPromptCache(LRUPromptCache):  # type: ignore[misc]
     @property
     def evictions(self) -> int:
         """Pages of stored prompts that gave way."""
-        return sum(prefix.counts.evicted for prefix in self._prefixes)
+        return sum(prefix.index.evicted for prefix in self._prefixes)
 
     def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
         """A cache with a prefix of ``tokens``, and the tokens still to run; (None, ``tokens``) if there is none.
