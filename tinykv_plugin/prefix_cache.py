@@ -150,6 +150,10 @@ class PrefixCache:
         session = self._session
         return bool(session.stateful) or any(group.window is not None for group in session.groups)
 
+    def fingerprint(self) -> str:
+        """A digest of the model's weights, adapters included."""
+        return self._fingerprint.digest().hex()
+
     def matched(self, tokens: Sequence[int], max_kv_size: int | None = None) -> int:
         """How many of ``tokens`` :meth:`attach` would find; nothing is changed."""
         with self._session.lock:

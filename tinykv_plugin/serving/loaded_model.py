@@ -28,7 +28,7 @@ class LoadedModel:
         self.sessions: dict[str, PagedSession] = {}
         self.paged = True
         self.failed = False
-        self._max_kv_size: int | None = None
+        self.max_kv_size: int | None = None
 
     def is_named(self, names: Any) -> bool:
         """Whether this is the model that a request names."""
@@ -78,8 +78,8 @@ class LoadedModel:
             tokens += drafted + 1
         for session in self.sessions.values():
             admission = Admission(session, chunk)
-            admission.require_possible(tokens, self._max_kv_size)
-            need = admission.footprint(tokens, self._max_kv_size)
+            admission.require_possible(tokens, self.max_kv_size)
+            need = admission.footprint(tokens, self.max_kv_size)
             admission.has_room(need, admission.nothing())
 
     def held_bytes(self) -> int:
@@ -98,7 +98,7 @@ class LoadedModel:
             kv = attachment_of(model) if model is not None else None
             if kv is not None and isinstance(kv.session, PagedSession):
                 sessions[label] = kv.session
-                self._max_kv_size = kv.config.max_kv_size
+                self.max_kv_size = kv.config.max_kv_size
         self.sessions = sessions
         self.paged = provider.model is None or "main" in sessions
         self.name = str(provider.model_key[0]) if provider.model_key else None

@@ -25,11 +25,16 @@ class PagedPromptCache(LRUPromptCache):  # type: ignore[misc]
         self._lock = threading.RLock()
         # Of the model and, if there is one, of its draft model.
         self._prefixes: Sequence[PrefixCache] = ()
+        self._max_kv_size: int | None = None
 
-    def use(self, prefixes: Sequence[PrefixCache]) -> None:
-        """From now on prompts are those of these models: what generates and, if there is one, what drafts."""
+    def use(self, prefixes: Sequence[PrefixCache], max_kv_size: int | None = None) -> None:
+        """From now on prompts are those of these models: what generates and, if there is one, what drafts.
+
+        Their requests have a limit of ``max_kv_size`` tokens.
+        """
         with self._lock:
             self._prefixes = tuple(prefixes)
+            self._max_kv_size = max_kv_size
 
     def __len__(self) -> int:
         prefixes = self._prefixes
@@ -58,7 +63,7 @@ class PagedPromptCache(LRUPromptCache):  # type: ignore[misc]
             count = self._common_count(tokens)
             cache = []
             for prefix in self._prefixes:
-                part, _, reused = prefix.attach(tokens, limit=count)
+                part, _, reused = prefix.attach(tokens, self._max_kv_size, limit=count)
                 assert reused == count
                 cache += part
             return (cache, tokens[count:]) if count else (None, tokens)
@@ -114,7 +119,7 @@ class PagedPromptCache(LRUPromptCache):  # type: ignore[misc]
         """The most tokens that all models have stored and can be continued after."""
         count = len(tokens)
         while count > 0:
-            found = {prefix.matched(tokens[: count + 1]) for prefix in self._prefixes}
+            found = {prefix.matched(tokens[: count + 1], self._max_kv_size) for prefix in self._prefixes}
             if found == {count}:
                 break
             count = min(min(found), count - 1)

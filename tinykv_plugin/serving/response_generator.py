@@ -100,7 +100,7 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
             seed: Any = mx.distributed.all_sum(state[0]).view(mx.uint64).item()
             mx.random.seed(seed)
         self._model.load_default()
-        self._stored.use(self._model.prefixes)
+        self._stored.use(self._model.prefixes, self._model.max_kv_size)
         while not self._stop:
             try:
                 if self._model.paged:
@@ -174,7 +174,7 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
         if not self._model.is_named(args.model):
             self._forget_model()
             self._model.load(args.model)
-            self._stored.use(self._model.prefixes)
+            self._stored.use(self._model.prefixes, self._model.max_kv_size)
         if not self._model.paged:
             self._line.give_back(ticket)
             return
