@@ -59,7 +59,7 @@ def make_session(pages: int) -> PagedSession:
         emit=lambda name, event: None,
         gather=backend,
     )
-    return PagedSession(context, CachePlan([layer], {"full": None}, [], backend), Budget(1 << 40))
+    return PagedSession(context, CachePlan([layer], {"full": None}, [], backend, []), Budget(1 << 40))
 
 
 def add(session: PagedSession, tokens: int) -> PagedSequence:

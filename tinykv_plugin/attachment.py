@@ -18,6 +18,7 @@ from .config import KVCacheConfig
 from .drafts import drafting
 from .errors import CacheStateError, ConfigError
 from .manager import PluginManager, default_manager
+from .prefix_cache import PrefixCache
 from .protocols import AttachContext, CacheSession, LayerPlan
 from .session import GroupInfo, PagedSession
 from .stats import PoolStats
@@ -127,6 +128,13 @@ class Attachment:
         """The cache groups of paged caches; empty for another provider's."""
         return self.session.groups if isinstance(self.session, PagedSession) else ()
 
+    @property
+    def prefix_cache(self) -> PrefixCache:
+        """The prompts stored for this model. Raises CacheStateError for a provider that stores none."""
+        if not isinstance(self.session, PagedSession):
+            raise CacheStateError(f'the provider {self.config.cache!r} has no prefix cache; cache="paged" has one')
+        return self.session.prefix
+
     def stats(self) -> PoolStats:
         """Pages and bytes right now."""
         return self.session.stats()
@@ -187,13 +195,14 @@ def attachment_of(model: Any) -> Attachment | None:
     return owner if isinstance(owner, Attachment) else None
 
 
-def _is_paged(model: Any) -> bool:
+def is_paged(model: Any) -> bool:
+    """Whether ``model`` makes paged caches now."""
     kv = attachment_of(model)
     return kv is not None and isinstance(kv.session, PagedSession)
 
 
 def _drafting(own_loop: Callable[..., Any]) -> Callable[..., Any]:
-    return drafting(own_loop, _is_paged)
+    return drafting(own_loop, is_paged)
 
 
 def _asked_max_kv_size() -> int | None:

@@ -29,7 +29,9 @@ def install(module: ModuleType, name: str, wrap: Callable[[Function], Function],
     with _lock:
         if (module, name) not in _installed:
             original = getattr(module, name)
-            wrapped = functools.wraps(original)(wrap(original))
+            wrapped = wrap(original)
+            if wrapped is not original:
+                functools.update_wrapper(wrapped, original)
             setattr(module, name, wrapped)
             _installed[module, name] = (original, wrapped, weakref.WeakSet())
         _installed[module, name][2].add(user)

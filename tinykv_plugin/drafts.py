@@ -13,6 +13,9 @@ from .cache import PagedKVCache
 from .errors import DraftError
 from .rewinding import RewindingCache, RewindingModel
 
+HANDLES_PAGES = "handles_pages"
+"""Attribute of loops that need no wrapping by :func:`drafting`."""
+
 Loop = Callable[..., Iterator[tuple[int, mx.array, bool]]]
 
 
@@ -23,6 +26,8 @@ def drafting(own_loop: Loop, is_paged: Callable[[Any], bool]) -> Loop:
     of any length. The loop raises ConfigError if the setting ``rewind`` is too small for ``num_draft_tokens``, and
     DraftError if a model's caches can't be rewound, both before anything is computed.
     """
+    if getattr(own_loop, HANDLES_PAGES, False):
+        return own_loop
 
     def speculative_generate_step(
         prompt: mx.array,
@@ -54,6 +59,7 @@ def drafting(own_loop: Loop, is_paged: Callable[[Any], bool]) -> Loop:
             for part, whole in zip(rewinding, models, strict=True):
                 part.settle(whole)
 
+    setattr(speculative_generate_step, HANDLES_PAGES, True)
     return speculative_generate_step
 
 

@@ -20,7 +20,8 @@ class CachePlan:
     """Made once per attachment, at the first ``make_cache()``.
 
     ``layers`` are the paged leaves; ``groups`` maps a cache group's name to its window; ``lines`` is what
-    ``kv.plan`` shows, one per entry of the model's cache list; ``writer`` is the backend that owns the pages.
+    ``kv.plan`` shows, one per entry of the model's cache list; ``writer`` is the backend that owns the pages;
+    ``stateful`` are the leaves that are kept as the model made them and hold something.
     """
 
     def __init__(
@@ -29,11 +30,13 @@ class CachePlan:
         groups: dict[str, int | None],
         lines: Sequence[LayerPlan],
         writer: AttentionBackend,
+        stateful: Sequence[int],
     ) -> None:
         self.layers = layers
         self.groups = groups
         self.lines = lines
         self.writer = writer
+        self.stateful = stateful
 
 
 def make_plan(context: AttachContext) -> CachePlan:
@@ -45,12 +48,14 @@ def make_plan(context: AttachContext) -> CachePlan:
     groups: dict[str, int | None] = {}
     layers: list[PagedLayer] = []
     lines: dict[int, LayerPlan] = {}
+    unwritten: set[int] = set()
     for index, choice in enumerate(choices):
         seen = traced.layers.get(index)
         if seen is not None and traced.failure:
             choice = LayerChoice("dense", reason=f"the model can't run on paged caches: {traced.failure}")
         elif seen is not None and seen.spec is None:
             choice = LayerChoice("dense", reason="the model never writes this cache")
+            unwritten.add(index)
         if choice.kind == "dense" or seen is None:
             lines[index] = LayerPlan(index, "dense", "dense", "mlx-lm", choice.reason)
             continue
@@ -64,7 +69,9 @@ def make_plan(context: AttachContext) -> CachePlan:
         layers.append(layer)
         request = seen.request and replace(seen.request, keys=spec.keys, values=spec.values)
         lines[index] = layer.describe(request)
-    plan = CachePlan(layers, groups, _by_entry(own, lines), _writer(context, list(lines.values())))
+    stateful = [index for index, line in lines.items() if line.kind == "dense" and index not in unwritten]
+    writer = _writer(context, list(lines.values()))
+    plan = CachePlan(layers, groups, _by_entry(own, lines), writer, stateful)
     for line in plan.lines:
         log.info("layer %d: %s, %s by %s%s", line.layer, line.kind, line.attention, line.backend, _because(line.reason))
     return plan

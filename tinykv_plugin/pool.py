@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -17,6 +18,9 @@ from .kv_format import KVFormat
 from .pages import LayerPages
 from .protocols import AttentionBackend
 from .units import format_bytes
+
+if TYPE_CHECKING:
+    from .session import PagedSession
 
 log = logging.getLogger("tinykv")
 
@@ -36,6 +40,7 @@ class Budget:
         self.peak = 0
         self.lock = threading.RLock()
         self.pools: weakref.WeakSet[PagePool] = weakref.WeakSet()
+        self.sessions: weakref.WeakSet[PagedSession] = weakref.WeakSet()
 
     @property
     def reserved(self) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..attachment import attachment_of
 from ..batching.admission import Admission
 from ..errors import OutOfPagesError, RequestTooLargeError
 from ..pool import Budget, PagePool, find_room
+from ..prefix_cache import PrefixCache
 from ..session import PagedSession
 
 log = logging.getLogger("tinykv")
@@ -30,7 +32,7 @@ class LoadedModel:
         self.sessions: dict[str, PagedSession] = {}
         self.paged = True
         self.failed = False
-        self._max_kv_size: int | None = None
+        self.max_kv_size: int | None = None
 
     def is_named(self, names: Any) -> bool:
         """Whether this is the model that a request names."""
@@ -62,7 +64,15 @@ class LoadedModel:
         self.name = None
         self.sessions = {}
 
-    def make_room(self, tokens: int, drafted: int, chunk: int, reclaim: Callable[[], bool]) -> None:
+    @property
+    def prefixes(self) -> list[PrefixCache]:
+        """The stored prompts of the model and, if there is one, of its draft model; none unless all have pages."""
+        labels = ["main", "draft"] if self.provider.draft_model is not None else ["main"]
+        if not all(label in self.sessions for label in labels):
+            return []
+        return [self.sessions[label].prefix for label in labels]
+
+    def make_room(self, tokens: int, drafted: int, chunk: int) -> None:
         """Have stored prompts give way until a request of ``tokens`` tokens, served alone, finds its pages.
 
         ``drafted`` tokens may be written beyond and taken back, ``chunk`` is the most it processes in one step. Raises
@@ -74,15 +84,15 @@ class LoadedModel:
         needs: dict[Budget, list[tuple[PagePool, int]]] = {}
         for session in self.sessions.values():
             admission = Admission(session, chunk)
-            admission.require_possible(tokens, self._max_kv_size)
-            footprint = admission.footprint(tokens, self._max_kv_size)
+            admission.require_possible(tokens, self.max_kv_size)
+            footprint = admission.footprint(tokens, self.max_kv_size)
             needs.setdefault(session.budget, []).extend(zip(session.pools, footprint.pages, strict=True))
         for budget, need in needs.items():
             total = sum(count * pool.page_bytes for pool, count in need)
             if total > budget.total:
                 raise RequestTooLargeError(tokens, sum(count for _, count in need), total, budget.total, "memory")
-            while need and not self._has_room(need) and reclaim():
-                pass
+            if need:
+                self._make_room(need)
 
     def held_bytes(self) -> int:
         """Bytes of all used pages, of requests and stored prompts, each once."""
@@ -93,14 +103,16 @@ class LoadedModel:
                 total += sum(pool.allocator.used * pool.page_bytes for pool in session.pools)
         return total
 
-    def _has_room(self, need: Sequence[tuple[PagePool, int]]) -> bool:
+    def _make_room(self, need: Sequence[tuple[PagePool, int]]) -> None:
+        """Have stored prompts give way to ``need`` pages of each pool, as far as they can."""
         for session in self.sessions.values():
             session.collect()
-        try:
-            find_room([pool for pool, _ in need], [count for _, count in need], last_try=False)
-        except OutOfPagesError:
-            return False
-        return True
+        for session in self.sessions.values():
+            with session.lock, contextlib.suppress(OutOfPagesError):
+                session.prefix.with_room(
+                    lambda: find_room([pool for pool, _ in need], [count for _, count in need], last_try=False)
+                )
+                return
 
     def _look(self) -> None:
         """Note what was loaded. Its pools are planned here, in the thread that will use them."""
@@ -109,7 +121,7 @@ class LoadedModel:
             kv = attachment_of(model) if model is not None else None
             if kv is not None and isinstance(kv.session, PagedSession):
                 sessions[label] = kv.session
-                self._max_kv_size = kv.config.max_kv_size
+                self.max_kv_size = kv.config.max_kv_size
         self.sessions = sessions
         self.paged = provider.model is None or "main" in sessions
         self.name = str(provider.model_key[0]) if provider.model_key else None
