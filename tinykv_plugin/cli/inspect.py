@@ -70,12 +70,15 @@ def load_lazily(folder: Path, trust_remote_code: bool) -> Any:
 
 def plan_table(plan: Sequence[LayerPlan], label: str) -> Table:
     """The plan, neighbouring layers that are served alike in one row."""
-    table = Table("layers", "kind", "window", "attention", "backend", "reason", title=label, title_justify="left")
-    alike = groupby(plan, key=lambda line: (line.kind, line.window, line.attention, line.backend, line.reason))
-    for (kind, window, attention, backend, reason), lines in alike:
+    columns = ("layers", "kind", "window", "stored as", "attention", "backend", "reason")
+    table = Table(*columns, title=label, title_justify="left")
+    alike = groupby(
+        plan, key=lambda line: (line.kind, line.window, line.storage, line.attention, line.backend, line.reason)
+    )
+    for (kind, window, storage, attention, backend, reason), lines in alike:
         numbers = [line.layer for line in lines]
         layers = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
-        cells = (layers, kind, "" if window is None else f"{window:,}", attention, backend, reason)
+        cells = (layers, kind, "" if window is None else f"{window:,}", storage, attention, backend, reason)
         table.add_row(*map(escape, cells))
     return table
 
@@ -91,7 +94,9 @@ def group_sizes(kv: Attachment) -> list[GroupSize]:
         elif config.max_kv_size is not None:
             # The first tokens, which stay, take a page of their own.
             held = config.max_kv_size + config.rewind + group.page_size
-        sizes.append(GroupSize(group.window, held, group.page_size, group.page_bytes, group.page_limit))
+        sizes.append(
+            GroupSize(group.window, held, group.page_size, group.page_bytes, group.page_limit, group.model_token_bytes)
+        )
     return sizes
 
 
