@@ -170,11 +170,11 @@ def _array_mask(step: GroupStep, mask: mx.array | str | PagedMask | None) -> mx.
     """The mask over gathered columns; the cache's own window is exact in the columns and needs none for one token."""
     if isinstance(mask, mx.array) or (mask is None and step.alone):
         return mask
-    keep = step.keep if step.stepwise else 0
     if step.alone and step.window is None and isinstance(mask, str):
         return mask if step.width > 1 else None
     limit = mask.window if isinstance(mask, PagedMask) else step.window if isinstance(mask, str) else None
     causal = mask is not None or step.width == 1
+    keep = step.keep if step.stepwise and limit == step.window else 0
 
     def make() -> mx.array | str | None:
         priors = [prior_tokens(start, step.window) for start in step.starts]

@@ -35,6 +35,8 @@ def sequence_mask(
             return None
         return causal_array(count, start, None) if return_array else "causal"
     limit = min(size for size in (window, window_size) if size is not None)
+    if limit != window:
+        keep = 0  # the model itself looks back no further
     prior = prior_tokens(start, window)
     reaches_all = prior + count <= limit
     if count == 1:
