@@ -15,6 +15,10 @@ from .errors import ConfigError, DraftError
 from .layout import leaves
 
 
+REWINDABLE = (mlx_cache.KVCache, mlx_cache.QuantizedKVCache, mlx_cache.ConcatenateKVCache)
+"""mlx-lm's caches that keep every token: others say that they can be trimmed, and then read what they have dropped."""
+
+
 @dataclass(frozen=True)
 class _Pass:
     """A forward pass: the position it began at, its tokens ``(1, count)``, and the recurrent states before it."""
@@ -127,7 +131,7 @@ class RewindingCache:
                         f"{retention.rewind} is too small for these drafts: layers with a window of "
                         f"{retention.window} tokens must keep {tokens} more, to take them back (--kv-rewind {tokens})",
                     )
-            elif type(leaf) is mlx_cache.RotatingKVCache or not leaf.is_trimmable():
+            elif type(leaf) not in REWINDABLE:
                 raise DraftError(
                     f"drafts can't be used with this model: its {type(leaf).__name__} can't take tokens back; "
                     f"leave the draft model out"
