@@ -1,0 +1,57 @@
+"""Each test runs on a device: Metal kernels on a CPU, and with the marker `metal` on a Mac's GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from msl_cpu import build
+from msl_cpu.device import Device
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "where" in metafunc.fixturenames:
+        metafunc.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.metal)], indirect=True)
+
+
+@pytest.fixture
+def where(request: pytest.FixtureRequest) -> str:
+    """ "cpu" or "gpu"; the test is skipped where that can't be."""
+    if request.param == "gpu":
+        from tinykv_metal import device
+
+        if device.problem():
+            pytest.skip(f"Apple GPU needed: {device.problem()}")
+    elif build.problem():
+        pytest.skip(build.problem())
+    return str(request.param)
+
+
+@pytest.fixture
+def device(where: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Device | None]:
+    """What stands for the GPU: every access checked if the test is marked `checked`; None on a real one."""
+    if where == "gpu":
+        yield None
+        return
+    marker = request.node.get_closest_marker("checked")
+    made = Device("fast", (0, 1)) if marker is None else Device("check", (0, 1), keep_launches=True)
+    install(made, monkeypatch)
+    yield made
+
+
+def install(made: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels made from now on run on ``made``."""
+    from tinykv_metal import device as metal_device
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", made.metal_kernel)
+    monkeypatch.setattr(metal_device, "problem", lambda: "")
+    monkeypatch.setattr(metal_device, "name", lambda: "a CPU that runs Metal kernels")
+
+
+@pytest.fixture
+def backend(device: Device | None) -> Any:
+    from tinykv_metal.backend import MetalBackend
+
+    return MetalBackend()
