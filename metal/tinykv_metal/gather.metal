@@ -14,7 +14,7 @@ const int newest = rows[4 * row + 1];  // position of the column after them
 const int length = rows[4 * row + 2];  // columns that hold a token
 const int64_t to = int64_t(thread_position_in_grid.z) * threads_per_grid.y + column;
 
-int64_t page = 0;
+int page = 0;
 int slot = 0;
 if (column < length) {
   const int position = column < kept ? column : column - kept + newest;

@@ -150,6 +150,7 @@ def test_page_sizes_do_not_change_a_bit(backend: Any) -> None:
         case = Case([513, 90], page_size=page_size)
         keys = [mx.random.normal((2, 2, 513, 64), key=mx.random.key(seed)) for seed in range(2)]
         backend.resize(case.pages, case.num_pages)
+        case.q = mx.random.normal((2, 4, 1, 64), key=mx.random.key(2))
         every = type(case.step)(case.step.tables, [513, 90], [513, 90], 513)
         backend.write(type(case.metadata)(case.pages, every), *keys)
         results.append(case.attend(backend))

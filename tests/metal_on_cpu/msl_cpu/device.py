@@ -108,8 +108,7 @@ class _Kernel:
             arguments = self._arguments(generated, views)
             made = [Argument(_unwritten(shape, dtype), Kind.OUTPUT) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
             counts = program.run([*arguments, *made], grid, threadgroup, schedule)
-            changed = [argument for argument in arguments if argument.kind == Kind.IN_PLACE]
-            results.append([*changed, *made])
+            results.append([*(one for one in arguments if one.kind == Kind.IN_PLACE), *made])
             if device.keep_launches and schedule == device.schedules[-1]:
                 names = [*self._names(generated, inputs), *self._outputs]
                 launch = Launch(self._name, dict(template), grid, threadgroup, counts,
@@ -121,7 +120,9 @@ class _Kernel:
                     raise KernelError(f"SCHEDULE: what {self._name} computes depends on the order of its threads")
         for name, array, view in zip(self._inputs, inputs, views, strict=True):
             if name in self._in_place:
-                ctypes.memmove(view.ctypes.data, results[0].pop(0).data.ctypes.data, view.nbytes)
+                changed = results[0].pop(0).data
+                assert changed is not None
+                ctypes.memmove(view.ctypes.data, changed.ctypes.data, view.nbytes)
                 device.order.keep(array)
         outputs = [_array(argument.data, dtype) for argument, dtype in zip(results[0], output_dtypes, strict=True)]
         mx.eval(outputs)

@@ -149,6 +149,7 @@ extern "C" int msl_run(Call* call, char* text, size_t room, Counts* counts) {
     memset(arena, 0xff, run.arena_top);  // what nobody wrote is NaN
     check_begin_group();
     current = &threads[run.schedule & 1 ? run.threads - 1 : 0];
+    check_pause(false);
     msl_switch(&main_stack, current->stack_pointer);
     check_pause(true);
   }

@@ -163,9 +163,7 @@ void threadgroup_wait(unsigned flags, Site site) {
 }
 
 void fiber_start() {
-  check_pause(false);
   run.entry(run.arguments);
-  check_pause(true);
   current->state = State::done;
   current->simdgroup->finished = true;
   if (++run.finished == run.threads) {
