@@ -106,5 +106,5 @@ def test_mlx_attention_in_two_passes(kind: str) -> None:
     )  # fmt: skip
     out = Argument(np.zeros_like(_numbers(heads.q)), Kind.OUTPUT)
     inputs = [Argument(partial.data), Argument(sums.data), Argument(tops.data)]
-    second.run([*inputs, out], (1024 * HEADS, 1, 1), (1024, 1, 1), 0, {"blocks": blocks})
+    second.run([*inputs, out, number(blocks)], (1024 * HEADS, 1, 1), (1024, 1, 1), 0, {"blocks": blocks})
     assert heads.error(out.data) < 2 * TOLERANCE[heads.dtype]  # parts are rounded to the dtype, too
