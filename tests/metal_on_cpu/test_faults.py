@@ -153,7 +153,7 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
     "a window one token too long": (
         attend_window, Replace("attend", "token > own - (window", "token >= own - (window"), WrongNumbersError, ""),
     "a window masked and not skipped": (
-        attend_window, Replace("attend", "token >= low || token < keep", "true"), AssertionError, ""),
+        attend_window, Replace("attend", "rows[4 * row + 2]", "0"), KernelError, "OUT OF BOUNDS"),
     "drafts that see later ones": (
         attend_window, Replace("attend", "seen = seen && token <= own;", ""), WrongNumbersError, ""),
     "a sink counted twice": (
@@ -163,7 +163,7 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
     "lanes beyond the head dim": (
         attend_odd_dim, Replace("attend", "D % 32 == 0 || dim < D", "true"), AssertionError, ""),
     "tokens of padding written": (write, Replace("write", "slot >= 0 &&", ""), KernelError, "OUT OF BOUNDS"),
-    "keys written into values": (write, Replace("write", "writable(value_pages)", "writable(key_pages)"), KernelError, "RACE"),
+    "keys written into values": (write, Replace("write", "writable(value_pages)", "writable(key_pages)"), WrongNumbersError, ""),
     "strides of values not used": (
         write, Replace("write", "column * values_strides[2]", "column * V_DIM"), WrongNumbersError, ""),
     "a write in place that isn't declared": (
