@@ -103,7 +103,9 @@ class GatherBackend:
         step = metadata.step
         pages = metadata.pages
         if pages.copy_out is not None:
-            return pages.copy_out(metadata, step.cached("visible", lambda: [visible(step, row) for row in range(len(step.tables))]))
+            return pages.copy_out(
+                metadata, step.cached("visible", lambda: [visible(step, row) for row in range(len(step.tables))])
+            )
         keys, values = pages.readable()
         if step.alone:
             # A single run of pages can be joined by a view, which a write in place would show through.

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from .errors import PluginError
+
 if TYPE_CHECKING:
     from .metadata import PagedKVMetadata
 
@@ -86,9 +88,13 @@ class LayerPages:
     def readable(self) -> tuple[mx.array, mx.array]:
         """K and V pages as mlx operations must read them: after every write so far. Don't hold them over a write.
 
-        What is read must be copied, and the copies be given to :meth:`note_read`.
+        What is read must be copied, and the copies be given to :meth:`note_read`. Raises PluginError if only the
+        backend that writes these pages can read them.
         """
-        assert self.copy_out is None
+        if self.copy_out is not None:
+            raise PluginError(
+                "the backend that writes these pages in place must read them, too: mlx can't order others"
+            )
         assert self.keys is not None
         assert self.values is not None
         if self.written is None:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -46,10 +47,10 @@ class Kernels:
     def fingerprint(self) -> str:
         """Of the sources and of mlx, which compiles them."""
         digest = hashlib.sha256("".join(source(name) for name in SOURCES).encode()).hexdigest()[:12]
-        return f"mlx {mx.__version__}, kernels {digest}"
+        return f"mlx {version('mlx')}, kernels {digest}"
 
     def write(self, pages: LayerPages, slot_mapping: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-        """Write tokens ``(batch, kv_heads, tokens, head_dim)`` in place, where their slot isn't -1. Returns the token."""
+        """Write tokens ``(batch, kv_heads, tokens, head_dim)`` in place, where a slot isn't -1. Returns the token."""
         key_pages, value_pages, dims = _pools(pages)
         width = max(dims.values())
         if not slot_mapping.size:
@@ -196,7 +197,7 @@ def _token_rows(metadata: PagedKVMetadata, window: int) -> tuple[mx.array, mx.ar
     for context, count in zip(step.context_lens, step.query_lens, strict=True):
         own = context - count
         rows.append([context, count, max(0, own - (window - keep) + 1) if window and own >= window else 0, 0])
-    first = 0 if keep else min(low if context else context for context, _, low, _ in rows) // PART
+    first = 0 if keep else min((low for context, _, low, _ in rows if context), default=0) // PART
     parts = max(1, math.ceil(max(step.context_lens) / PART) - first)
     return _int32(rows), _int32([window, keep, first, parts]), parts
 

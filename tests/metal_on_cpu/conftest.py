@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+
 from msl_cpu import build
 from msl_cpu.device import Device
+from tinykv_plugin import layer
+from tinykv_plugin.selftest import trial
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -27,6 +31,17 @@ def where(request: pytest.FixtureRequest) -> str:
     elif build.problem():
         pytest.skip(build.problem())
     return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _outcomes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Self-tests keep their outcomes in a folder of the test; only tests marked `selftest` make the automatic one."""
+    monkeypatch.setenv("TINYKV_CACHE_DIR", str(tmp_path))
+    if request.node.get_closest_marker("selftest") is None:
+        monkeypatch.setattr(layer, "try_out", lambda *_: trial.Trial())
+    trial.forget()
+    yield
+    trial.forget()
 
 
 @pytest.fixture

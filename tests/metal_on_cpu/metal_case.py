@@ -121,7 +121,9 @@ class Case:
                     scores = softcap * np.tanh(scores / softcap)
                 visible = seen
                 if isinstance(mask, mx.array):
-                    part = np.broadcast_to(np.array(mask), (batch, heads, width, mask.shape[-1]))[row, head, :count, :context]
+                    part = np.broadcast_to(np.array(mask), (batch, heads, width, mask.shape[-1]))[
+                        row, head, :count, :context
+                    ]
                     visible = seen & part if part.dtype == bool else seen
                     scores = scores if part.dtype == bool else scores + part
                 scores = np.where(visible, scores, -np.inf)

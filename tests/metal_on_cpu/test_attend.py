@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from metal_case import TOLERANCE, Case, error, same_bits
 
+from metal_case import TOLERANCE, Case, error, same_bits
 from tinykv_plugin.metadata import PagedMask
 
 F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
@@ -27,18 +27,18 @@ def close(case: Case, got: mx.array, **options: Any) -> None:
         (F32, 64, 16, 2, EDGES),
         (F16, 128, 32, 4, [700, 3]),
         (BF16, 80, 8, 1, [33, 0, 514]),
-        pytest.param(F32, 128, 32, 3, EDGES[:8], marks=pytest.mark.long),
-        pytest.param(BF16, 64, 64, 7, EDGES[1:8], marks=pytest.mark.long),
-        pytest.param(F16, 96, 256, 5, EDGES[2:3], marks=pytest.mark.long),
-        pytest.param(F32, 112, 16, 1, [1, 200], marks=pytest.mark.long),
-        pytest.param(BF16, 192, 128, 8, [600], marks=pytest.mark.long),
-        pytest.param(F32, 256, 32, 4, [40, 513], marks=pytest.mark.long),
-        pytest.param(F16, 512, 16, 2, [70], marks=pytest.mark.long),
-        pytest.param(F32, 32, 8, 16, [25, 24], marks=pytest.mark.long),
-        pytest.param(F32, 160, 20, 2, [61], marks=pytest.mark.long),
-        pytest.param(F32, 16, 4, 2, [9], marks=pytest.mark.long),
-        pytest.param(F32, 64, 1024, 1, [1500], marks=pytest.mark.long),
-        pytest.param(F32, 64, 32, 1, [5000], marks=pytest.mark.long),
+        (F32, 128, 32, 3, EDGES[:8]),
+        (BF16, 64, 64, 7, EDGES[1:8]),
+        (F16, 96, 256, 5, EDGES[2:3]),
+        (F32, 112, 16, 1, [1, 200]),
+        (BF16, 192, 128, 8, [600]),
+        (F32, 256, 32, 4, [40, 513]),
+        (F16, 512, 16, 2, [70]),
+        (F32, 32, 8, 16, [25, 24]),
+        (F32, 160, 20, 2, [61]),
+        (F32, 16, 4, 2, [9]),
+        (F32, 64, 1024, 1, [1500]),
+        (F32, 64, 32, 1, [5000]),
     ],
 )
 def test_dtypes_dims_pages_and_groups(
@@ -49,7 +49,7 @@ def test_dtypes_dims_pages_and_groups(
     close(case, case.fill(backend).attend(backend))
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 128), pytest.param(576, 512, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 128), (576, 512)])
 def test_values_of_another_dim(backend: Any, key_dim: int, value_dim: int) -> None:
     case = Case([65, 30], query_heads=3, kv_heads=1, key_dim=key_dim, value_dim=value_dim).fill(backend)
     close(case, case.attend(backend))
@@ -70,7 +70,7 @@ def test_batches_on_both_sides_of_eight_rows(backend: Any) -> None:
         assert same_bits(got, whole[:batch])
 
 
-@pytest.mark.parametrize("queries", [2, 5, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("queries", [2, 5, 8])
 def test_drafts(backend: Any, queries: int) -> None:
     """Several query tokens, fewer in some rows; one row begins with them."""
     case = Case([520, queries, 30], queries, [queries, queries, 1]).fill(backend)

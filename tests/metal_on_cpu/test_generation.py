@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
 from typing import Any
 
 import mlx.core as mx
@@ -14,8 +14,10 @@ from tinykv_plugin.manager import PluginManager
 
 
 @pytest.fixture
-def plugins(backend: Any, where: str) -> PluginManager:
-    """Plugins with a Metal backend that runs on the device of the test."""
+def plugins(backend: Any, device: Any) -> PluginManager:
+    """Plugins with a Metal backend that runs on the device of the test, in one schedule: what counts is the tokens."""
+    if device is not None:
+        device.schedules = (0,)
     manager = PluginManager(disabled=["metal"])
 
     class Plugin:
@@ -40,7 +42,7 @@ def attached(kind: str, plugins: PluginManager, **fields: Any) -> tuple[Any, Any
     return model, tinykv.attach(model, plugins=plugins, attention="metal", page_size=8, **fields)
 
 
-@pytest.mark.parametrize("kind", [*list(MODELS)[:3], pytest.param("cohere2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", [*list(MODELS)[:3], "cohere2"])
 def test_tokens_are_those_of_stock(kind: str, plugins: PluginManager) -> None:
     right = greedy(shared(kind, **MODELS[kind]), prompt(20), 12)
     model, kv = attached(kind, plugins)
@@ -85,8 +87,6 @@ def test_a_size_limit_keeps_the_first_tokens(plugins: PluginManager) -> None:
 
 
 def test_forks_get_copies_of_pages_they_write(plugins: PluginManager) -> None:
-    import copy
-
     model, kv = attached("llama", plugins)
     with kv:
         cache = model.make_cache()
@@ -111,11 +111,3 @@ def test_prefill_is_gathered_and_decode_reads_pages(plugins: PluginManager, devi
     # Two layers; mlx-lm runs all tokens of the prompt but the last one first.
     assert kernels[:4] == ["write", "gather", "write", "gather"]
     assert set(kernels[4:]) == {"write", "attend"}
-
-
-@pytest.fixture(autouse=True)
-def _few_schedules(device: Any) -> Iterator[None]:
-    """One schedule: these tests are about numbers and order."""
-    if device is not None:
-        device.schedules = (0,)
-    yield

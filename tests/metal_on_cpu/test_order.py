@@ -6,10 +6,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+
 from metal_case import Case
 from msl_cpu.order import OrderError
 from test_pages import new_tokens
-
+from tinykv_plugin.errors import PluginError
 from tinykv_plugin.gather import GatherBackend
 
 
@@ -41,52 +42,70 @@ def test_all_kernels_wait_for_each_other(case: Case, backend: Any) -> None:
     steps(case, backend)
 
 
+def write(case: Case, backend: Any) -> None:
+    backend.write(case.metadata, *new_tokens(case, 1))
+
+
+def read_without_the_writers_token(case: Case, backend: Any) -> None:
+    case.pages.written = None
+    case.attend(backend)
+
+
+def write_without_the_readers_token(case: Case, backend: Any) -> None:
+    case.attend(backend)
+    case.pages.last_read = None
+    write(case, backend)
+
+
+def write_with_the_token_of_an_older_write(case: Case, backend: Any) -> None:
+    stale = case.pages.written
+    write(case, backend)
+    case.pages.written = stale
+    write(case, backend)
+
+
+def forget_a_read_before_another_one(case: Case, backend: Any) -> None:
+    case.attend(backend)
+    case.pages.last_read = None
+    case.attend(backend)
+    write(case, backend)
+
+
+def gather_with_a_token_of_nobody(case: Case, backend: Any) -> None:
+    case.pages.written = mx.zeros((1,), mx.int32)
+    case.attend(GatherBackend())
+
+
+def copy_without_the_readers_token(case: Case, backend: Any) -> None:
+    case.attend(backend)
+    case.pages.last_read = None
+    backend.copy_pages(case.pages, [0], [1])
+
+
+def forget_a_gather(case: Case, backend: Any) -> None:
+    case.attend(GatherBackend())
+    case.pages.last_read = None
+    write(case, backend)
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("reads without the writer's token", "tinykv_attend reads 'key_pages', which tinykv_write wrote"),
-        ("writes without the reader's token", "tinykv_write writes 'key_pages', which tinykv_attend read"),
-        ("writes without the last writer's token", "tinykv_write writes 'key_pages', which tinykv_write wrote"),
-        ("forgets a read before another one", "tinykv_write writes 'key_pages', which tinykv_attend read"),
-        ("gathers without the writer's token", "tinykv_gather reads 'key_pages', which tinykv_write wrote"),
-        ("copies without the reader's token", "tinykv_copy writes 'key_pages', which tinykv_attend read"),
-        ("forgets a gather", "tinykv_write writes 'key_pages', which tinykv_gather read"),
+        (read_without_the_writers_token, "attend reads 'key_pages', which tinykv_write wrote"),
+        (write_without_the_readers_token, "write writes 'key_pages', which tinykv_attend read"),
+        (write_with_the_token_of_an_older_write, "write writes 'key_pages', which tinykv_write wrote"),
+        (forget_a_read_before_another_one, "write writes 'key_pages', which tinykv_attend read"),
+        (gather_with_a_token_of_nobody, "gather reads 'key_pages', which tinykv_write wrote"),
+        (copy_without_the_readers_token, "copy writes 'key_pages', which tinykv_attend read"),
+        (forget_a_gather, "write writes 'key_pages', which tinykv_gather read"),
     ],
 )
-def test_planted_faults_of_order(case: Case, backend: Any, fault: str, message: str) -> None:
-    pages = case.pages
-    stale = pages.written
+def test_planted_faults_of_order(case: Case, backend: Any, fault: Any, message: str) -> None:
     with pytest.raises(OrderError, match=message):
-        if fault == "reads without the writer's token":
-            pages.written = None
-            case.attend(backend)
-        elif fault == "writes without the reader's token":
-            case.attend(backend)
-            pages.last_read = None
-            backend.write(case.metadata, *new_tokens(case, 1))
-        elif fault == "writes without the last writer's token":
-            backend.write(case.metadata, *new_tokens(case, 1))
-            pages.written = stale
-            backend.write(case.metadata, *new_tokens(case, 1))
-        elif fault == "forgets a read before another one":
-            case.attend(backend)
-            pages.last_read = None
-            case.attend(backend)
-            backend.write(case.metadata, *new_tokens(case, 1))
-        elif fault == "gathers without the writer's token":
-            pages.written = mx.zeros((1,), mx.int32)
-            case.attend(GatherBackend())
-        elif fault == "copies without the reader's token":
-            case.attend(backend)
-            pages.last_read = None
-            backend.copy_pages(pages, [0], [1])
-        else:
-            case.attend(GatherBackend())
-            pages.last_read = None
-            backend.write(case.metadata, *new_tokens(case, 1))
+        fault(case, backend)
 
 
 def test_a_dependency_alone_is_no_order(case: Case) -> None:
     """What mlx's own operations read has no token: they are kept away from such pools."""
-    with pytest.raises(AssertionError):
+    with pytest.raises(PluginError, match="must read them"):
         case.pages.readable()

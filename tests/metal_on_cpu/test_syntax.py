@@ -7,11 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+
 from conftest import install
+from faults import Replace
 from metal_case import Case
 from msl_cpu import syntax
 from msl_cpu.device import Device
-from test_faults import Replace
 
 pytest.importorskip("clang.cindex", reason="PyPI's libclang is missing")
 
@@ -50,7 +51,12 @@ def everything(backend: Any) -> None:
             for dim in (64, 80, 128):
                 case = Case(contexts, 2, key_dim=dim, dtype=dtype).fill(backend)
                 mask = mx.zeros((2, 600), dtype)
-                for options in ({}, {"mask": mask}, {"mask": mask == 0}, {"softcap": 5.0, "sinks": mx.zeros((4,), dtype)}):
+                for options in (
+                    {},
+                    {"mask": mask},
+                    {"mask": mask == 0},
+                    {"softcap": 5.0, "sinks": mx.zeros((4,), dtype)},
+                ):
                     case.attend(backend, **options)
             windowed = Case(contexts, window=8, dtype=dtype).fill(backend)
             windowed.attend(backend)
@@ -72,21 +78,35 @@ def attend(backend: Any) -> None:
 
 FAULTS = {
     "a threadgroup pointer as a device pointer": (
-        Replace("attend", "all += values[s * V_DIM + dim];", "load_token<V_DIM>(values, lane, o);"), "no matching function"),
+        Replace("attend", "all += values[s * V_DIM + dim];", "load_token<V_DIM>(values, lane, o);"),
+        "no matching function",
+    ),
     "a device pointer in a variable without an address space": (
-        Replace("attend", "const int lane =", "const bfloat* bad = key_pages;\nconst int lane ="), "cannot initialize"),
+        Replace("attend", "const int lane =", "const bfloat* bad = key_pages;\nconst int lane ="),
+        "cannot initialize",
+    ),
     "a helper's parameter without an address space": (
-        Replace("attend", "load(const device T* from", "load(const T* from"), "cannot initialize|no known conversion"),
+        Replace("attend", "load(const device T* from", "load(const T* from"),
+        "cannot initialize|no known conversion",
+    ),
     "a constant as device memory": (
-        Replace("attend", "const float scale = numbers[0];", "const device float* n = numbers;\nconst float scale = n[0];"),
-        "cannot initialize"),
+        Replace(
+            "attend", "const float scale = numbers[0];", "const device float* n = numbers;\nconst float scale = n[0];"
+        ),
+        "cannot initialize",
+    ),
     "a write to an input that is const": (
-        Replace("attend", "  float score[", "  key_pages[key] = 0;\n  float score["), "not assignable"),
-    "a type that Metal doesn't have": (Replace("attend", "float products = 0.0f;", "double products = 0.0f;"), "poisoned"),
+        Replace("attend", "  float score[", "  key_pages[key] = 0;\n  float score["),
+        "not assignable",
+    ),
+    "a type that Metal doesn't have": (
+        Replace("attend", "float products = 0.0f;", "double products = 0.0f;"),
+        "poisoned",
+    ),
     "a statement of C++17": (Replace("attend", "if (SOFTCAP) {", "if constexpr (SOFTCAP) {"), "C\\+\\+17 extension"),
     "a function that isn't there": (Replace("attend", "simd_sum(products)", "simd_add(products)"), "simd_add"),
     "an index cut to 32 bits": (Replace("attend", "const int64_t key =", "const int key ="), "loses integer precision"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

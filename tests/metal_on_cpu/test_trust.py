@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+
 from metal_case import TOLERANCE
 from msl_cpu import build
 from msl_cpu.program import KERNELS, MLX_INCLUDE, Argument, Kind, Program

@@ -18,7 +18,10 @@ INCLUDE = HERE / "include"
 ROOT = HERE.parents[2]
 
 # check: accesses are checked by the runtime, undefined arithmetic traps, and local variables begin as nonsense.
-_TRAPS = ["-fsanitize=bounds,shift,signed-integer-overflow,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error"]
+_TRAPS = [
+    "-fsanitize=bounds,shift,signed-integer-overflow,integer-divide-by-zero",
+    "-fsanitize-undefined-trap-on-error",
+]
 KERNEL_FLAGS = {
     "fast": ["-O2"],
     "check": ["-O1", "-g1", "-fsanitize=thread", *_TRAPS, "-ftrivial-auto-var-init=pattern", "-DMSL_CHECK"],
@@ -71,7 +74,9 @@ def _processor() -> str:
 @functools.cache
 def _headers() -> str:
     """What every build depends on: the shim, and how it is compiled."""
-    return Path(__file__).read_text(encoding="utf-8") + "".join(file.read_text(encoding="utf-8") for file in sorted(INCLUDE.rglob("*")) if file.is_file())
+    return Path(__file__).read_text(encoding="utf-8") + "".join(
+        file.read_text(encoding="utf-8") for file in sorted(INCLUDE.rglob("*")) if file.is_file()
+    )
 
 
 def _digest(*parts: object) -> str:

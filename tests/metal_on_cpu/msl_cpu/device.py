@@ -57,7 +57,9 @@ class Device:
     launches: list[Launch] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
 
-    def metal_kernel(self, name: str, input_names: Any, output_names: Any, source: str, header: str = "", **more: Any) -> Any:
+    def metal_kernel(
+        self, name: str, input_names: Any, output_names: Any, source: str, header: str = "", **more: Any
+    ) -> Any:
         """As ``mx.fast.metal_kernel``."""
         if self.change is not None:
             source, header = self.change(name, source, header)
@@ -106,7 +108,10 @@ class _Kernel:
         counts = Counts(0, 0, 0)
         for schedule in device.schedules:
             arguments = self._arguments(generated, views)
-            made = [Argument(_unwritten(shape, dtype), Kind.OUTPUT) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+            made = [
+                Argument(_unwritten(shape, dtype), Kind.OUTPUT)
+                for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
+            ]
             counts = program.run([*arguments, *made], grid, threadgroup, schedule)
             results.append([*(one for one in arguments if one.kind == Kind.IN_PLACE), *made])
             if device.keep_launches and schedule == device.schedules[-1]:
@@ -140,7 +145,9 @@ class _Kernel:
             if not contiguous and not strides:
                 raise KernelError(f"STRIDES: '{name}' is not row-contiguous, and {self._name} doesn't use its strides")
             in_place = name in self._in_place
-            made.append(Argument(_flat(view).copy() if in_place else _flat(view), Kind.IN_PLACE if in_place else Kind.INPUT))
+            made.append(
+                Argument(_flat(view).copy() if in_place else _flat(view), Kind.IN_PLACE if in_place else Kind.INPUT)
+            )
             if view.ndim:
                 made += [Argument(np.array(view.shape, np.int32))] * shape
                 made += [Argument(np.array(steps, np.int64))] * strides
@@ -152,7 +159,9 @@ class _Kernel:
         for name, array, infos in zip(self._inputs, inputs, generated.infos, strict=True):
             names.append(name)
             if array.ndim:
-                names += [f"{name}_{kind}" for kind, used in zip(("shape", "strides", "ndim"), infos, strict=True) if used]
+                names += [
+                    f"{name}_{kind}" for kind, used in zip(("shape", "strides", "ndim"), infos, strict=True) if used
+                ]
         return names
 
 

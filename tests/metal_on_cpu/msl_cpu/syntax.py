@@ -11,12 +11,16 @@ from pathlib import Path
 
 from .translate import with_threadgroup_variables
 
+_WARNINGS = "all extra conversion double-promotion c++17-extensions"
+_FINE = (
+    "sign-conversion sign-compare unused unused-parameter unknown-attributes ignored-attributes undefined-inline "
+    "undefined-internal implicit-int-float-conversion"
+)
 _ARGUMENTS = [
-    "-xc++", "-std=c++14", "-nostdinc", "-Wall", "-Wextra", "-Wconversion", "-Wdouble-promotion", "-Wc++17-extensions",
-    "-Wno-sign-conversion", "-Wno-sign-compare", "-Wno-unused", "-Wno-unused-parameter", "-Wno-unknown-attributes", "-Wno-ignored-attributes",
-    "-Wno-undefined-inline", "-Wno-implicit-int-float-conversion", "-Wno-undefined-internal",
-    "-Xclang", "-cl-single-precision-constant",
-]  # fmt: skip
+    *("-xc++", "-std=c++14", "-nostdinc", "-Xclang", "-cl-single-precision-constant"),
+    *(f"-W{name}" for name in _WARNINGS.split()),
+    *(f"-Wno-{name}" for name in _FINE.split()),
+]
 
 
 def problems(source: str) -> list[str]:
@@ -26,7 +30,8 @@ def problems(source: str) -> list[str]:
     text = re.sub(r"(?m)^template\s*\[\[host_name\(.*?\)\]\]\s*\[\[kernel\]\]\s*(.*)$", r"template \1", source)
     text = with_threadgroup_variables(text.replace("[[kernel]]", ""))
     header = (Path(__file__).parent / "syntax.h").read_text(encoding="utf-8")
+    text = f'#include "syntax.h"\n#line 1 "kernel.metal"\n{text}'
     unit = Index.create().parse(
-        "kernel.cpp", args=_ARGUMENTS, unsaved_files=[("kernel.cpp", f'#include "syntax.h"\n#line 1 "kernel.metal"\n{text}'), ("./syntax.h", header)],
-    )  # fmt: skip
+        "kernel.cpp", args=_ARGUMENTS, unsaved_files=[("kernel.cpp", text), ("./syntax.h", header)]
+    )
     return [str(diagnostic) for diagnostic in unit.diagnostics if diagnostic.severity >= diagnostic.Warning]

@@ -56,13 +56,13 @@ def parameters(source: str, kernel: str) -> list[Parameter]:
 
 
 def with_threadgroup_variables(source: str) -> str:
-    """``threadgroup T name[n];`` becomes a reference into the runtime's threadgroup memory; lines stay where they are."""
+    """``threadgroup T name[n];`` becomes a reference into the runtime's threadgroup memory; lines stay in place."""
     text, pieces, done = blanked(source), [], 0
     for number, match in enumerate(
         re.finditer(r"(?<=[;{}])(\s*)\bthreadgroup\s+([\w:<>, ]+?)\s+(\w+)\s*((?:\[[^\];]*\]\s*)*);", text)
     ):
         space, kind, name, dims = match.groups()
-        pieces += [source[done : match.start()], f'{space}auto& {name} = msl::threadgroup_variable<']
+        pieces += [source[done : match.start()], f"{space}auto& {name} = msl::threadgroup_variable<"]
         pieces += [f'{kind} {dims}>({number}, "{name}");']
         done = match.end()
     return "".join(pieces) + source[done:]
