@@ -62,8 +62,8 @@ for (int first = begin + simdgroup * TOKENS; first < end; first += SIMDGROUPS * 
 
   float score[PASS * TOKENS];
   UNROLL for (int u = 0; u < TOKENS; u++) {
-    const int token = first + u;
-    const bool held = token < end && (token >= low || token < keep);
+    const int position = first + u;
+    const bool held = position < end && (position >= low || position < keep);
     float k[K_SIZE];
     if (held) {
       load_token<K_DIM>(key_pages + key + u * K_DIM, lane, k);
@@ -84,16 +84,16 @@ for (int first = begin + simdgroup * TOKENS; first < end; first += SIMDGROUPS * 
         const int own = context_len - query_len + query;
         bool seen = vector < VECTORS && query < query_len;
         if (CAUSAL) {
-          seen = seen && token <= own;
+          seen = seen && position <= own;
         }
         if (WINDOW) {
-          seen = seen && (token > own - (window - keep) || token < keep || own < window);
+          seen = seen && (position > own - (window - keep) || position < keep || own < window);
         }
         if (MASK != 0 && seen) {
           const int64_t at = row * mask_strides[0] + (kv_head * GROUP + vector / QUERIES) * mask_strides[1] +
-              query * mask_strides[2] + token * mask_strides[3];
+              query * mask_strides[2] + position * mask_strides[3];
           if (MASK == 1) {
-            seen = mask[at] != 0;
+            seen = float(mask[at]) != 0.0f;
           } else {
             s += float(mask[at]);
           }
@@ -124,8 +124,8 @@ for (int first = begin + simdgroup * TOKENS; first < end; first += SIMDGROUPS * 
   }
 
   UNROLL for (int u = 0; u < TOKENS; u++) {
-    const int token = first + u;
-    if (token < end && (token >= low || token < keep)) {
+    const int position = first + u;
+    if (position < end && (position >= low || position < keep)) {
       float x[V_SIZE];
       load_token<V_DIM>(value_pages + value + u * V_DIM, lane, x);
       UNROLL for (int v = 0; v < PASS; v++) {

@@ -98,13 +98,13 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
     ),
     "a token too many": (
         attend,
-        Replace("attend", "token < end && (token >= low", "token <= end && (token >= low"),
+        Replace("attend", "position < end && (position >= low", "position <= end && (position >= low"),
         WrongNumbersError,
         "",
     ),
     "a token too few": (
         attend,
-        Replace("attend", "token < end && (token >= low", "token < end - 1 && (token >= low"),
+        Replace("attend", "position < end && (position >= low", "position < end - 1 && (position >= low"),
         WrongNumbersError,
         "",
     ),
@@ -242,7 +242,7 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
     ),
     "a window one token too long": (
         attend_window,
-        Replace("attend", "token > own - (window", "token >= own - (window"),
+        Replace("attend", "position > own - (window", "position >= own - (window"),
         WrongNumbersError,
         "",
     ),
@@ -254,7 +254,7 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
     ),
     "drafts that see later ones": (
         attend_window,
-        Replace("attend", "seen = seen && token <= own;", ""),
+        Replace("attend", "seen = seen && position <= own;", ""),
         WrongNumbersError,
         "",
     ),
