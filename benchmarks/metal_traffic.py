@@ -4,7 +4,7 @@
 
 "read" is how often each byte of K and V is loaded by a threadgroup of the decode kernel: 1 is the least. Next to it
 the same for mlx's own kernel for dense tensors (sdpa_vector, for the head dims it has). "extra" is what else moves,
-relative to K and V: queries, block table, partial sums and output.
+relative to K and V: queries, block table, partial sums and output; each lane counts, though neighbours share a load.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def paged(shape: tuple[int, int, int, int], context: int) -> Traffic:
     others = [
         argument
         for launch in (attend, *rest)
-        for argument in launch.arguments.values()
-        if not any(argument is pool for pool in pools)
+        for name, argument in launch.arguments.items()
+        if not any(argument is pool for pool in pools) and not name.endswith(("_shape", "_strides"))
     ]
     variant = Variant(dim, dim, 32, group, queries)
     return Traffic(

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
+from metal_device import install
 from msl_cpu import build
 from msl_cpu.device import Device
 from tinykv_plugin import layer
@@ -54,15 +54,6 @@ def device(where: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureR
     made = Device("fast", (0, 1)) if marker is None else Device("check", (0, 1), keep_launches=True)
     install(made, monkeypatch)
     yield made
-
-
-def install(made: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels made from now on run on ``made``."""
-    from tinykv_metal import device as metal_device
-
-    monkeypatch.setattr(mx.fast, "metal_kernel", made.metal_kernel)
-    monkeypatch.setattr(metal_device, "problem", lambda: "")
-    monkeypatch.setattr(metal_device, "name", lambda: "a CPU that runs Metal kernels")
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from test_metal_pages import new_tokens
 
 from metal_case import Case
 from msl_cpu.order import OrderError
-from test_pages import new_tokens
 from tinykv_plugin.errors import PluginError
 from tinykv_plugin.gather import GatherBackend
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from metal_faults import Replace
 from models import greedy, prompt, shared
+from test_metal_generation import plugins  # noqa: F401
 
 import tinykv_plugin as tinykv
-from conftest import install
-from faults import Replace
+from metal_device import install
 from msl_cpu import build
 from msl_cpu.device import Device
-from test_generation import plugins  # noqa: F401
 from tinykv_plugin.gather import GatherBackend
 from tinykv_plugin.protocols import AttentionRequest
 from tinykv_plugin.selftest import trial

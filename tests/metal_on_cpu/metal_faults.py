@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+from test_metal_pages import new_tokens
 
 from metal_case import TOLERANCE, Case, error, wide
 from msl_cpu.program import KernelError
-from test_pages import new_tokens
 
 
 class WrongNumbersError(AssertionError):
