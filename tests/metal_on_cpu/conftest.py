@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+import tinykv_plugin as tinykv
 from metal_device import install
 from msl_cpu import build
 from msl_cpu.device import Device
 from tinykv_plugin import layer
+from tinykv_plugin.manager import PluginManager
 from tinykv_plugin.selftest import trial
 
 
@@ -61,3 +63,19 @@ def backend(device: Device | None) -> Any:
     from tinykv_metal.backend import MetalBackend
 
     return MetalBackend()
+
+
+@pytest.fixture
+def plugins(backend: Any, device: Any) -> PluginManager:
+    """Plugins with a Metal backend that runs on the device of the test, in one schedule: what counts is the tokens."""
+    if device is not None:
+        device.schedules = (0,)
+    manager = PluginManager(disabled=["metal"])
+
+    class Plugin:
+        @tinykv.hookimpl
+        def tinykv_attention_backends(self) -> list[Any]:
+            return [backend]
+
+    manager.register(Plugin(), "metal on a device")
+    return manager

@@ -140,6 +140,17 @@ class Case:
         return mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(self.dtype)
 
 
+def new_tokens(case: Case, width: int, seed: int = 3) -> tuple[mx.array, mx.array]:
+    """K and V as a model passes them: transposed views of (batch, tokens, heads, dim)."""
+    keys = [mx.random.key(seed), mx.random.key(seed + 100)]
+    return tuple(  # type: ignore[return-value]
+        mx.random.normal((len(case.contexts), width, case.kv_heads, dim), key=key)
+        .astype(case.dtype)
+        .transpose(0, 2, 1, 3)
+        for dim, key in zip((case.key_dim, case.value_dim), keys, strict=True)
+    )
+
+
 def wide(values: mx.array) -> np.ndarray[Any, Any]:
     return np.array(values.astype(mx.float32)).astype(np.float64)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-from test_metal_pages import new_tokens
 
-from metal_case import TOLERANCE, Case, error, wide
+from metal_case import TOLERANCE, Case, error, new_tokens, wide
 from msl_cpu.program import KernelError
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from metal_faults import FAULTS, attend, attend_odd_dim, attend_sinks, attend_window, copy, write
 
 from metal_device import install
+from metal_faults import FAULTS, attend, attend_odd_dim, attend_sinks, attend_window, copy, write
 from msl_cpu import build
 from msl_cpu.device import Device
 

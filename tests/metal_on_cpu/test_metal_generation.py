@@ -12,23 +12,6 @@ from models import batched, greedy, logits, prompt, shared
 import tinykv_plugin as tinykv
 from tinykv_plugin.manager import PluginManager
 
-
-@pytest.fixture
-def plugins(backend: Any, device: Any) -> PluginManager:
-    """Plugins with a Metal backend that runs on the device of the test, in one schedule: what counts is the tokens."""
-    if device is not None:
-        device.schedules = (0,)
-    manager = PluginManager(disabled=["metal"])
-
-    class Plugin:
-        @tinykv.hookimpl
-        def tinykv_attention_backends(self) -> list[Any]:
-            return [backend]
-
-    manager.register(Plugin(), "metal on a device")
-    return manager
-
-
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2},
     "gemma3_text": {},

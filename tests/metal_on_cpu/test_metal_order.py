@@ -6,9 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from test_metal_pages import new_tokens
 
-from metal_case import Case
+from metal_case import Case, new_tokens
 from msl_cpu.order import OrderError
 from tinykv_plugin.errors import PluginError
 from tinykv_plugin.gather import GatherBackend

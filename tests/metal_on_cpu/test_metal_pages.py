@@ -8,24 +8,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_case import TOLERANCE, Case, error, wide
+from metal_case import TOLERANCE, Case, error, new_tokens, wide
 from tinykv_plugin.columns import visible
 from tinykv_plugin.gather import GatherBackend
 from tinykv_plugin.metadata import PagedKVMetadata
 from tinykv_plugin.step import GroupStep
 
 pytestmark = pytest.mark.checked
-
-
-def new_tokens(case: Case, width: int, seed: int = 3) -> tuple[mx.array, mx.array]:
-    """K and V as a model passes them: transposed views of (batch, tokens, heads, dim)."""
-    keys = [mx.random.key(seed), mx.random.key(seed + 100)]
-    return tuple(  # type: ignore[return-value]
-        mx.random.normal((len(case.contexts), width, case.kv_heads, dim), key=key)
-        .astype(case.dtype)
-        .transpose(0, 2, 1, 3)
-        for dim, key in zip((case.key_dim, case.value_dim), keys, strict=True)
-    )
 
 
 def step_of(case: Case, query_lens: list[int], width: int) -> PagedKVMetadata:

@@ -9,12 +9,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from metal_faults import Replace
 from models import greedy, prompt, shared
-from test_metal_generation import plugins  # noqa: F401
 
 import tinykv_plugin as tinykv
 from metal_device import install
+from metal_faults import Replace
 from msl_cpu import build
 from msl_cpu.device import Device
 from tinykv_plugin.gather import GatherBackend
@@ -34,7 +33,7 @@ KINDS = [
 ]
 
 
-def attached(plugins: Any) -> Any:  # noqa: F811
+def attached(plugins: Any) -> Any:
     return tinykv.attach(shared("llama", num_hidden_layers=2), plugins=plugins, attention="metal", page_size=8)
 
 
@@ -68,7 +67,7 @@ def test_broken_kernels_are_found_out(change: Any, problem: str, monkeypatch: py
 
 @pytest.mark.selftest
 def test_gather_serves_instead_of_a_broken_kernel(
-    plugins: Any, device: Any, caplog: pytest.LogCaptureFixture  # noqa: F811
+    plugins: Any, device: Any, caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
     if device is None:
         pytest.skip("kernels are broken where they run on a CPU")
@@ -100,7 +99,7 @@ def test_a_passed_test_is_kept(backend: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.selftest
-def test_short_contexts_are_gathered_where_that_was_faster(backend: Any, plugins: Any, device: Any) -> None:  # noqa: F811
+def test_short_contexts_are_gathered_where_that_was_faster(backend: Any, plugins: Any, device: Any) -> None:
     if device is None:
         pytest.skip("launches are counted where kernels run on a CPU")
     model = shared("llama", num_hidden_layers=2)

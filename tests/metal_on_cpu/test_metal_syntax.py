@@ -7,10 +7,10 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from metal_faults import Replace
 
 from metal_case import Case
 from metal_device import install
+from metal_faults import Replace
 from msl_cpu import syntax
 from msl_cpu.device import Device
 
