@@ -10,7 +10,11 @@ typedef unsigned char uchar;
 typedef unsigned short ushort;
 typedef unsigned int uint;
 typedef unsigned long ulong;
+#if defined(__aarch64__) && __GNUC__ < 13
+typedef __fp16 half;  // rounded when stored, not after each operation
+#else
 typedef _Float16 half;
+#endif
 
 // Only explicit conversions from other types, as in MSL.
 struct bfloat {
