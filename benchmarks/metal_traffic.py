@@ -29,7 +29,7 @@ from msl_cpu.device import Device  # noqa: E402
 from msl_cpu.program import KERNELS, MLX_INCLUDE, Argument, Kind, Program  # noqa: E402
 from msl_cpu.translate import flattened  # noqa: E402
 from tinykv_metal.backend import MetalBackend  # noqa: E402
-from tinykv_metal.variant import Variant  # noqa: E402
+from tinykv_metal.variant import THREADS, Variant  # noqa: E402
 
 # Query heads, K/V heads, head dim, query tokens per row.
 SHAPES = [
@@ -87,7 +87,7 @@ def paged(shape: tuple[int, int, int, int], context: int) -> Traffic:
     return Traffic(
         *shape,
         variant.passes,
-        variant.threads,
+        THREADS,
         attend.counts.threadgroups * kv_heads,
         attend.counts.threadgroup_bytes,
         sum(pool.bytes_read for pool in pools) / whole,

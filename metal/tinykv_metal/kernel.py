@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-Template = dict[str, "int | bool | mx.Dtype"]
+Template = Sequence[tuple[str, "int | bool | mx.Dtype"]]
 
 
 @functools.cache
@@ -55,7 +55,7 @@ class Kernel:
         assert len(inputs) == len(self.inputs)
         made: list[mx.array] = self._compiled(
             inputs=list(inputs),
-            template=list(template.items()),
+            template=template,
             grid=grid,
             threadgroup=threadgroup,
             output_shapes=[shape for shape, _ in outputs],

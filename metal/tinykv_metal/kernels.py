@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
-from .kernel import Kernel, source
-from .variant import PART, Variant
+from .kernel import Kernel, Template, source
+from .variant import PART, THREADS, variant_of
 
 if TYPE_CHECKING:
     from tinykv_plugin.metadata import PagedKVMetadata, PagedMask
@@ -51,13 +51,13 @@ class Kernels:
 
     def write(self, pages: LayerPages, slot_mapping: mx.array, keys: mx.array, values: mx.array) -> mx.array:
         """Write tokens ``(batch, kv_heads, tokens, head_dim)`` in place, where a slot isn't -1. Returns the token."""
-        key_pages, value_pages, dims = _pools(pages)
-        width = max(dims.values())
+        key_pages, value_pages = _pools(pages)
+        width = _larger_dim(pages)
         if not slot_mapping.size:
             return self._absent if pages.written is None else pages.written
         (token,) = self._write(
             key_pages, value_pages, slot_mapping, keys, values, *self._after(pages),
-            template={**dims, "PAGE": pages.page_size},
+            template=_constants(pages),
             grid=(width, slot_mapping.size, pages.spec.kv_heads),
             threadgroup=(min(width, _MOST_THREADS), 1, 1),
             outputs=[_TOKEN],
@@ -66,11 +66,11 @@ class Kernels:
 
     def copy(self, pages: LayerPages, moves: Sequence[tuple[int, int]]) -> mx.array:
         """Copy pages in place; no target may be a source or a target before. Returns the token."""
-        key_pages, value_pages, dims = _pools(pages)
-        elements = pages.spec.kv_heads * pages.page_size * max(dims.values())
+        key_pages, value_pages = _pools(pages)
+        elements = pages.spec.kv_heads * pages.page_size * _larger_dim(pages)
         (token,) = self._copy(
             key_pages, value_pages, _int32(moves), *self._after(pages),
-            template={**dims, "PAGE": pages.page_size},
+            template=_constants(pages),
             grid=(elements, len(moves), 1),
             threadgroup=(_MOST_THREADS, 1, 1),
             outputs=[_TOKEN],
@@ -85,15 +85,15 @@ class Kernels:
         ``(batch, kv_heads, columns, head_dim)``; zeros after a row's last token.
         """
         pages = metadata.pages
-        key_pages, value_pages, dims = _pools(pages)
+        key_pages, value_pages = _pools(pages)
         rows = metadata.step.cached("metal columns", lambda: _column_rows(spans))
         columns = max(1, max(sum(stop - start for start, stop in row) for row in spans))
         batch, heads = len(spans), pages.spec.kv_heads
         keys, values, token = self._gather(
             key_pages, value_pages, self._table(metadata), rows, *self._after(pages),
-            template={**dims, "PAGE": pages.page_size, "K": key_pages.dtype, "V": value_pages.dtype},
-            grid=(max(dims.values()), columns, batch * heads),
-            threadgroup=(min(max(dims.values()), _MOST_THREADS), 1, 1),
+            template=[("K", key_pages.dtype), ("V", value_pages.dtype), *_constants(pages)],
+            grid=(_larger_dim(pages), columns, batch * heads),
+            threadgroup=(min(_larger_dim(pages), _MOST_THREADS), 1, 1),
             outputs=[
                 ((batch, heads, columns, pages.spec.key_dim), key_pages.dtype),
                 ((batch, heads, columns, pages.spec.value_dim), value_pages.dtype),
@@ -113,14 +113,14 @@ class Kernels:
     ) -> tuple[mx.array, mx.array]:
         """Attention ``(batch, query_heads, tokens, value_dim)`` in the dtype of ``queries``, and the token."""
         pages, spec = metadata.pages, metadata.pages.spec
-        key_pages, value_pages, _ = _pools(pages)
+        key_pages, value_pages = _pools(pages)
         batch, heads, width, _ = queries.shape
         kind, array = _mask(mask, (batch, heads, width))
         window = _window(metadata.window, mask)
-        variant = Variant(
+        causal = width > 1 and mask is not None and not kind
+        variant = variant_of(
             spec.key_dim, spec.value_dim, pages.page_size, heads // spec.kv_heads, width,
-            causal=width > 1 and mask is not None and not kind,
-            window=bool(window), sinks=sinks is not None, softcap=bool(softcap), mask=kind,
+            causal, bool(window), sinks is not None, bool(softcap), kind,
         )  # fmt: skip
         rows, extent, parts = metadata.step.cached(("metal rows", window), lambda: _token_rows(metadata, window))
         whole = parts == 1
@@ -129,9 +129,9 @@ class Kernels:
         out, stats, token = self._attend(
             queries, key_pages, value_pages, self._table(metadata), rows, extent, self._number_array(scale, softcap),
             self._absent if array is None else array, sinks_or_none, *self._after(pages),
-            template={"T": queries.dtype if whole else mx.float32, **variant.template(whole)},
-            grid=(parts * variant.threads, spec.kv_heads * variant.passes, batch),
-            threadgroup=(variant.threads, 1, 1),
+            template=[("T", queries.dtype if whole else mx.float32), ("WHOLE", whole), *variant.constants],
+            grid=(parts * THREADS, spec.kv_heads * variant.passes, batch),
+            threadgroup=(THREADS, 1, 1),
             outputs=[
                 ((batch, heads, width, spec.value_dim), queries.dtype) if whole
                 else ((vectors, parts, spec.value_dim), mx.float32),
@@ -142,9 +142,9 @@ class Kernels:
         if not whole:
             (out,) = self._reduce(
                 out, stats, sinks_or_none,
-                template={
-                    "T": queries.dtype, "V_DIM": spec.value_dim, "QUERIES": width, "SINKS": variant.sinks,
-                },
+                template=[
+                    ("T", queries.dtype), ("V_DIM", spec.value_dim), ("QUERIES", width), ("SINKS", variant.sinks),
+                ],
                 grid=(spec.value_dim, vectors, 1),
                 threadgroup=(min(spec.value_dim, _MOST_THREADS), 1, 1),
                 outputs=[((batch, heads, width, spec.value_dim), queries.dtype)],
@@ -166,10 +166,18 @@ class Kernels:
         return found
 
 
-def _pools(pages: LayerPages) -> tuple[mx.array, mx.array, dict[str, int]]:
+def _pools(pages: LayerPages) -> tuple[mx.array, mx.array]:
     assert pages.keys is not None
     assert pages.values is not None
-    return pages.keys, pages.values, {"K_DIM": pages.spec.key_dim, "V_DIM": pages.spec.value_dim}
+    return pages.keys, pages.values
+
+
+def _larger_dim(pages: LayerPages) -> int:
+    return max(pages.spec.key_dim, pages.spec.value_dim)
+
+
+def _constants(pages: LayerPages) -> Template:
+    return [("K_DIM", pages.spec.key_dim), ("V_DIM", pages.spec.value_dim), ("PAGE", pages.page_size)]
 
 
 def _window(own: int | None, mask: object) -> int:

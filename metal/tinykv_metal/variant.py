@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ MOST_QUERIES = 8
 MOST_DIM = 576
 DIM_STEP = 8
 PAGE_STEP = TOKENS
+THREADS = 32 * SIMDGROUPS
 
 
 def lane_size(dim: int) -> int:
@@ -27,7 +29,10 @@ def lane_size(dim: int) -> int:
 
 @dataclass(frozen=True)
 class Variant:
-    """What an attention call needs of a kernel, as far as it is compiled in. ``mask``: 0 none, 1 boolean, 2 added."""
+    """What an attention call needs of a kernel, as far as it is compiled in.
+
+    ``mask``: 0 none, 1 boolean, 2 added.
+    """
 
     key_dim: int
     value_dim: int
@@ -40,43 +45,42 @@ class Variant:
     softcap: bool = False
     mask: int = 0
 
-    @property
+    @functools.cached_property
     def vectors(self) -> int:
         """Query vectors that share a K/V head."""
         return self.group * self.queries
 
-    @property
+    @functools.cached_property
     def passes(self) -> int:
         """Threadgroups that read a part's K and V of one head, each for some of its query vectors."""
         most = max(1, LANE_FLOATS // (lane_size(self.key_dim) + lane_size(self.value_dim)))
         return math.ceil(self.vectors / most)
 
-    @property
+    @functools.cached_property
     def pass_size(self) -> int:
         """Query vectors of one pass."""
         return math.ceil(self.vectors / self.passes)
 
-    @property
-    def threads(self) -> int:
-        """Threads of a threadgroup."""
-        return 32 * SIMDGROUPS
+    @functools.cached_property
+    def constants(self) -> list[tuple[str, int | bool]]:
+        """For attend.metal, but for the type of its output and whether there is one part."""
+        return [
+            ("K_DIM", self.key_dim),
+            ("V_DIM", self.value_dim),
+            ("PAGE", self.page_size),
+            ("GROUP", self.group),
+            ("QUERIES", self.queries),
+            ("PASS", self.pass_size),
+            ("PART", PART),
+            ("SIMDGROUPS", SIMDGROUPS),
+            ("TOKENS", TOKENS),
+            ("CAUSAL", self.causal),
+            ("WINDOW", self.window),
+            ("SINKS", self.sinks),
+            ("SOFTCAP", self.softcap),
+            ("MASK", self.mask),
+        ]
 
-    def template(self, whole: bool) -> dict[str, int | bool]:
-        """Constants for attend.metal. ``whole``: one part holds every row."""
-        return {
-            "K_DIM": self.key_dim,
-            "V_DIM": self.value_dim,
-            "PAGE": self.page_size,
-            "GROUP": self.group,
-            "QUERIES": self.queries,
-            "PASS": self.pass_size,
-            "PART": PART,
-            "SIMDGROUPS": SIMDGROUPS,
-            "TOKENS": TOKENS,
-            "CAUSAL": self.causal,
-            "WINDOW": self.window,
-            "SINKS": self.sinks,
-            "SOFTCAP": self.softcap,
-            "MASK": self.mask,
-            "WHOLE": whole,
-        }
+
+# The same object for the same fields: a model asks for it at every layer and step.
+variant_of = functools.cache(Variant)
