@@ -52,7 +52,7 @@ class Kernels:
     def write(self, pages: LayerPages, slot_mapping: mx.array, keys: mx.array, values: mx.array) -> mx.array:
         """Write tokens ``(batch, kv_heads, tokens, head_dim)`` in place, where a slot isn't -1. Returns the token."""
         key_pages, value_pages = _pools(pages)
-        width = _larger_dim(pages)
+        width = max(_dims(pages))
         if not slot_mapping.size:
             return self._absent if pages.written is None else pages.written
         (token,) = self._write(
@@ -67,7 +67,7 @@ class Kernels:
     def copy(self, pages: LayerPages, moves: Sequence[tuple[int, int]]) -> mx.array:
         """Copy pages in place; no target may be a source or a target before. Returns the token."""
         key_pages, value_pages = _pools(pages)
-        elements = pages.spec.kv_heads * pages.page_size * _larger_dim(pages)
+        elements = pages.spec.kv_heads * pages.page_size * max(_dims(pages))
         (token,) = self._copy(
             key_pages, value_pages, _int32(moves), *self._after(pages),
             template=_constants(pages),
@@ -89,14 +89,15 @@ class Kernels:
         rows = metadata.step.cached("metal columns", lambda: _column_rows(spans))
         columns = max(1, max(sum(stop - start for start, stop in row) for row in spans))
         batch, heads = len(spans), pages.spec.kv_heads
+        key_dim, value_dim = _dims(pages)
         keys, values, token = self._gather(
             key_pages, value_pages, self._table(metadata), rows, *self._after(pages),
             template=[("K", key_pages.dtype), ("V", value_pages.dtype), *_constants(pages)],
-            grid=(_larger_dim(pages), columns, batch * heads),
-            threadgroup=(min(_larger_dim(pages), _MOST_THREADS), 1, 1),
+            grid=(max(key_dim, value_dim), columns, batch * heads),
+            threadgroup=(min(max(key_dim, value_dim), _MOST_THREADS), 1, 1),
             outputs=[
-                ((batch, heads, columns, pages.spec.key_dim), key_pages.dtype),
-                ((batch, heads, columns, pages.spec.value_dim), value_pages.dtype),
+                ((batch, heads, columns, key_dim), key_pages.dtype),
+                ((batch, heads, columns, value_dim), value_pages.dtype),
                 _TOKEN,
             ],
         )  # fmt: skip
@@ -172,12 +173,15 @@ def _pools(pages: LayerPages) -> tuple[mx.array, mx.array]:
     return pages.keys, pages.values
 
 
-def _larger_dim(pages: LayerPages) -> int:
-    return max(pages.spec.key_dim, pages.spec.value_dim)
+def _dims(pages: LayerPages) -> tuple[int, int]:
+    """Elements a token has in one head of K and of V, as they are stored."""
+    keys, values = _pools(pages)
+    return keys.shape[3], values.shape[3]
 
 
 def _constants(pages: LayerPages) -> Template:
-    return [("K_DIM", pages.spec.key_dim), ("V_DIM", pages.spec.value_dim), ("PAGE", pages.page_size)]
+    key_dim, value_dim = _dims(pages)
+    return [("K_DIM", key_dim), ("V_DIM", value_dim), ("PAGE", pages.page_size)]
 
 
 def _window(own: int | None, mask: object) -> int:
