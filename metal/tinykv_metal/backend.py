@@ -27,6 +27,7 @@ class MetalBackend:
     name = "metal"
     direct = True
     priority = 10
+    features = frozenset({"softcap"})
 
     @functools.cached_property
     def kernels(self) -> Kernels:

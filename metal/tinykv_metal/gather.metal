@@ -31,4 +31,7 @@ if (dim < V_DIM) {
 }
 if (dim == 0 && column == 0 && thread_position_in_grid.z == 0) {
   token[0] = 0;
+  if (V_DIM == 0) {
+    values[0] = V(0);  // an output has an element at least
+  }
 }

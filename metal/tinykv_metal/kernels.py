@@ -56,7 +56,7 @@ class Kernels:
         if not slot_mapping.size:
             return self._absent if pages.written is None else pages.written
         (token,) = self._write(
-            key_pages, value_pages, slot_mapping, keys, values, *self._after(pages),
+            key_pages, value_pages, slot_mapping, keys, values if values.size else keys, *self._after(pages),
             template=_constants(pages),
             grid=(width, slot_mapping.size, pages.spec.kv_heads),
             threadgroup=(min(width, _MOST_THREADS), 1, 1),
@@ -97,11 +97,11 @@ class Kernels:
             threadgroup=(min(max(key_dim, value_dim), _MOST_THREADS), 1, 1),
             outputs=[
                 ((batch, heads, columns, key_dim), key_pages.dtype),
-                ((batch, heads, columns, value_dim), value_pages.dtype),
+                ((batch, heads, columns, value_dim) if value_dim else (1,), value_pages.dtype),
                 _TOKEN,
             ],
         )  # fmt: skip
-        return keys, values, token
+        return keys, values if value_dim else mx.zeros((batch, heads, columns, 0), value_pages.dtype), token
 
     def attend(
         self,
@@ -168,15 +168,16 @@ class Kernels:
 
 
 def _pools(pages: LayerPages) -> tuple[mx.array, mx.array]:
+    """The pools of K and V; where a model keeps keys only, theirs stands for the values', which has no memory."""
     assert pages.keys is not None
     assert pages.values is not None
-    return pages.keys, pages.values
+    return pages.keys, pages.values if pages.values.size else pages.keys
 
 
 def _dims(pages: LayerPages) -> tuple[int, int]:
     """Elements a token has in one head of K and of V, as they are stored."""
-    keys, values = _pools(pages)
-    return keys.shape[3], values.shape[3]
+    (*_, key_dim), (*_, value_dim) = pages.shape(1)
+    return key_dim, value_dim
 
 
 def _constants(pages: LayerPages) -> Template:

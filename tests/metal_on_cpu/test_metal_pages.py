@@ -12,6 +12,7 @@ from metal_case import TOLERANCE, Case, error, new_tokens, wide
 from tinykv_plugin.columns import visible
 from tinykv_plugin.gather import GatherBackend
 from tinykv_plugin.metadata import PagedKVMetadata
+from tinykv_plugin.pages import LayerPages, LayerSpec
 from tinykv_plugin.step import GroupStep
 
 pytestmark = pytest.mark.checked
@@ -120,3 +121,20 @@ def test_prefill_is_gathered_from_pages_written_in_place(backend: Any, options: 
 def test_the_gather_kernel_serves_rows_alone(backend: Any) -> None:
     case = Case([50], 30).fill(backend)
     assert error(case.attend(GatherBackend()), case.expected()) < TOLERANCE[mx.float32]
+
+
+def test_keys_without_values(backend: Any) -> None:
+    """A model that reads its values out of the keys stores none."""
+    case = Case([20, 5], 2).fill(backend)
+    pages = LayerPages(LayerSpec(2, 64, 0, mx.float32, mx.float32), 16)
+    backend.resize(pages, case.num_pages)
+    metadata = PagedKVMetadata(pages, GroupStep(case.step.tables, [20, 5], [20, 5], 20))
+    keys = mx.random.normal((2, 2, 20, 64))
+    backend.write(metadata, keys, mx.zeros((2, 2, 20, 0)))
+    backend.copy_pages(pages, [case.full_tables[1][0]], [case.full_tables[0][1]])
+    got, values = pages.copy_out(metadata, [[(0, 20)], [(0, 5)]])
+    right = wide(keys)
+    right[0, :, 16:20] = right[1, :, :4]
+    np.testing.assert_array_equal(wide(got)[0], right[0])
+    np.testing.assert_array_equal(wide(got)[1, :, :5], right[1, :, :5])
+    assert values.shape == (2, 2, 20, 0)

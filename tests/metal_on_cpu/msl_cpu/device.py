@@ -136,7 +136,8 @@ class _Kernel:
 
     def _arguments(self, generated: Generated, views: Sequence[np.ndarray[Any, Any]]) -> list[Argument]:
         """Each input, and after it the shape, strides and number of axes that the source asks for."""
-        made = []
+        made: list[Argument] = []
+        copies: dict[int, np.ndarray[Any, Any]] = {}  # a pool may be given twice
         for name, view, (shape, strides, axes) in zip(self._inputs, views, generated.infos, strict=True):
             steps = [step // view.itemsize for step in view.strides]
             contiguous = view.flags.c_contiguous
@@ -144,10 +145,11 @@ class _Kernel:
                 raise KernelError(f"COPY: mlx would copy '{name}', which is not row-contiguous")
             if not contiguous and not strides:
                 raise KernelError(f"STRIDES: '{name}' is not row-contiguous, and {self._name} doesn't use its strides")
-            in_place = name in self._in_place
-            made.append(
-                Argument(_flat(view).copy() if in_place else _flat(view), Kind.IN_PLACE if in_place else Kind.INPUT)
-            )
+            flat, kind = _flat(view), Kind.INPUT
+            if name in self._in_place:
+                kind = Kind.IN_PLACE
+                flat = copies.setdefault(view.ctypes.data, flat.copy())
+            made.append(Argument(flat, kind))
             if view.ndim:
                 made += [Argument(np.array(view.shape, np.int32))] * shape
                 made += [Argument(np.array(steps, np.int64))] * strides

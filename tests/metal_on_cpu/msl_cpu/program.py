@@ -7,7 +7,7 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -42,17 +42,14 @@ class Kind(IntEnum):
 class Argument:
     """An array for a kernel; its bytes are modified if the kernel writes it. None: an argument that isn't there.
 
-    After a run ``bytes_read`` and ``bytes_written`` are what the kernel loaded and stored (counted in ``check``
-    builds only), and ``read`` and ``written`` mark the elements touched if ``marks`` asks for them.
+    After a run ``bytes_read`` and ``bytes_written`` are what the kernel loaded and stored, counted in ``check`` builds
+    only.
     """
 
     data: np.ndarray[Any, Any] | None
     kind: Kind = Kind.INPUT
-    marks: bool = False
     bytes_read: int = 0
     bytes_written: int = 0
-    read: np.ndarray[Any, Any] | None = field(default=None, repr=False)
-    written: np.ndarray[Any, Any] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -67,8 +64,7 @@ class Counts:
 class _Buffer(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p), ("bytes", ctypes.c_size_t), ("name", ctypes.c_char_p), ("item", ctypes.c_uint32),
-        ("kind", ctypes.c_int), ("read", ctypes.c_void_p), ("written", ctypes.c_void_p),
-        ("bytes_read", ctypes.c_uint64), ("bytes_written", ctypes.c_uint64),
+        ("kind", ctypes.c_int), ("bytes_read", ctypes.c_uint64), ("bytes_written", ctypes.c_uint64),
     )  # fmt: skip
 
 
@@ -112,8 +108,9 @@ class Program:
         count = len(arguments)
         buffers = (_Buffer * count)()
         with ExitStack() as stack:
+            placed: dict[int, int] = {}
             for buffer, name, argument in zip(buffers, self._names, arguments, strict=True):
-                _place(buffer, name, argument, stack)
+                _place(buffer, name, argument, placed, stack)
             addresses = (ctypes.c_void_p * count)(*(buffer.data for buffer in buffers))
             entry = ctypes.cast(self._library.msl_entry, ctypes.c_void_p).value
             call = _Call(entry, addresses, count, buffers, (ctypes.c_uint32 * 3)(*grid),
@@ -129,17 +126,20 @@ class Program:
         return Counts(*counts)
 
 
-def _place(buffer: _Buffer, name: str, argument: Argument, stack: ExitStack) -> None:
-    """Copies an argument between guard pages, and marks for it if asked for."""
+def _place(buffer: _Buffer, name: str, argument: Argument, placed: dict[int, int], stack: ExitStack) -> None:
+    """Copies an argument between guard pages.
+
+    ``placed`` has the addresses of those before: an array given twice is one piece of memory.
+    """
     data = argument.data if argument.data is not None else np.zeros(64, np.uint8)
     assert data.flags.c_contiguous
-    alignment = 16 if data.nbytes % 16 == 0 else data.itemsize
-    buffer.data = stack.enter_context(guarded(data.nbytes, alignment))
-    ctypes.memmove(buffer.data, data.ctypes.data, data.nbytes)
+    address = placed.get(data.ctypes.data)
+    if address is None:
+        alignment = 16 if data.nbytes % 16 == 0 else data.itemsize
+        address = placed[data.ctypes.data] = stack.enter_context(guarded(data.nbytes, alignment))
+        ctypes.memmove(address, data.ctypes.data, data.nbytes)
+    buffer.data = address
     buffer.bytes, buffer.name, buffer.item, buffer.kind = data.nbytes, name.encode(), data.itemsize, argument.kind
-    if argument.marks:
-        argument.read, argument.written = (np.zeros(data.size, np.uint8) for _ in range(2))
-        buffer.read, buffer.written = argument.read.ctypes.data, argument.written.ctypes.data
 
 
 def _with_lines(report: str) -> str:

@@ -161,8 +161,6 @@ static void in_buffer(size_t index, size_t offset, size_t size, bool write, void
           place(code).c_str());
     }
     touch(cell, write, code, buffer.name, i * buffer.item, true);
-    uint8_t* mark = write ? buffer.written : buffer.read;
-    if (mark != nullptr) mark[i] = 1;
   }
 }
 

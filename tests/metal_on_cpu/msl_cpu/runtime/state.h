@@ -19,8 +19,6 @@ struct Buffer {
   const char* name;
   uint32_t item;
   int kind;
-  uint8_t* read;     // per element, for inputs written in place, if wanted
-  uint8_t* written;  // likewise
   uint64_t bytes_read, bytes_written;
 };
 
