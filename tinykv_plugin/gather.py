@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
-from .columns import Buckets, buckets_of, column_count, join, page_columns, spans_of, token_columns
+from .columns import Buckets, buckets_of, column_count, join, page_columns, spans_of, token_columns, visible
 from .hookspecs import hookimpl
 from .masks import causal_array, prior_tokens, row_masks
 from .metadata import PagedKVMetadata, PagedMask, int32
@@ -105,6 +105,10 @@ class GatherBackend:
     def stored(self, metadata: PagedKVMetadata) -> tuple[mx.array, mx.array]:
         step = metadata.step
         pages = metadata.pages
+        if pages.copy_out is not None:
+            return pages.copy_out(
+                metadata, step.cached("visible", lambda: [visible(step, row) for row in range(len(step.tables))])
+            )
         keys, values = pages.readable()
         if step.alone:
             # A single run of pages can be joined by a view, which a write in place would show through.

@@ -50,7 +50,7 @@ class KVFormat:
         return self._side("values", self.value_bits, dim)
 
     def _side(self, side: str, bits: int | None, dim: int) -> Affine | None:
-        if bits is None:
+        if bits is None or not dim:
             return None
         fitting = [size for size in GROUP_SIZES if dim % size == 0]
         if not fitting:
@@ -92,9 +92,11 @@ class Affine:
         """``(…, dim)`` as uint32 rows ``(…, words)``."""
         return self.join(*mx.quantize(x, group_size=self.group_size, bits=self.bits))
 
-    def decode(self, rows: mx.array, dim: int, dtype: mx.Dtype) -> mx.array:
-        """Rows ``(…, words)`` as ``(…, dim)`` in ``dtype``, the one they were made of."""
+    def decode(self, rows: mx.array, dim: int, dtype: mx.Dtype, to: mx.Dtype | None = None) -> mx.array:
+        """Rows ``(…, words)`` as ``(…, dim)`` in ``dtype``, the one they were made of, or computed in another one."""
         packed, scales, biases = self.split(rows, dim, dtype)
+        if to is not None:
+            scales, biases = scales.astype(to), biases.astype(to)
         return mx.dequantize(packed, scales, biases, group_size=self.group_size, bits=self.bits)
 
     def join(self, packed: mx.array, scales: mx.array, biases: mx.array) -> mx.array:

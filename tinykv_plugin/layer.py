@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -11,7 +12,12 @@ from .errors import HandleTouchedError
 from .metadata import PagedKV, PagedKVMetadata, PagedMask
 from .pages import LayerPages, LayerSpec
 from .protocols import AttentionBackend, AttentionRequest, LayerChoice, LayerPlan, MaskKind
+from .selftest.outcomes import Outcome
+from .selftest.trial import Trial, try_out
 from .table import PageTable
+
+if TYPE_CHECKING:
+    from .step import GroupStep
 
 
 class NotSerializable:
@@ -22,6 +28,22 @@ class NotSerializable:
 
 
 _NOT_SERIALIZABLE = NotSerializable()
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Who serves a kind of call: ``refusals`` are of backends before it, ``outcome`` says when gather is faster."""
+
+    backend: AttentionBackend
+    refusals: tuple[str, ...]
+    outcome: Outcome | None
+
+    def timings(self) -> str:
+        """What the self-test's timings change, for the plan."""
+        if self.outcome is None:
+            return ""
+        single, batch = self.outcome.gather_below, self.outcome.gather_below_batch
+        return f"gathered below {single:,} tokens (a batch: {batch:,}), where that was faster in the self-test"
 
 
 class PagedLayer:
@@ -42,8 +64,9 @@ class PagedLayer:
         self.reason = reason
         self.spec = spec
         self.pages: LayerPages | None = None
+        self.request: AttentionRequest | None = None  # its decode step, as the dry trace saw it
         self.backends: Sequence[AttentionBackend] = ()
-        self._readers: dict[tuple[int, MaskKind, bool, int], AttentionBackend] = {}
+        self._readers: dict[tuple[int, MaskKind, bool, int], Reader] = {}
 
     def state(self) -> list[Any]:
         """What mlx-lm evaluates as a cache's ``state``: it forces every write to this layer, and can't be saved."""
@@ -70,39 +93,46 @@ class PagedLayer:
         key = (length if length <= 8 else 9, kind, sinks is not None, metadata.step.keep)
         reader = self._readers.get(key)
         if reader is None:
-            reader = self._readers[key] = self._choose(queries, metadata, kind, sinks is not None)[0]
-        return reader.attend(queries, metadata, scale=scale, mask=mask, sinks=sinks)
+            reader = self._readers[key] = self._choose(queries, metadata, kind, sinks is not None)
+        backend = reader.backend
+        if reader.outcome is not None and self._gathers(metadata.step, reader.outcome):
+            backend = self.backends[-1]
+        return backend.attend(queries, metadata, scale=scale, mask=mask, sinks=sinks)
 
-    def choose_reader(self, request: AttentionRequest) -> tuple[AttentionBackend, list[str]]:
-        """The first backend that supports ``request``, and why those before it don't."""
+    def choose_reader(self, request: AttentionRequest) -> Reader:
+        """The first backend that supports ``request`` and passes its self-test, and why those before it don't."""
         refusals: list[str] = []
         packed = request.keys is not None or request.values is not None
         for backend in self.backends:
-            if packed and not getattr(backend, "reads_quantized", False):
-                reasons = ["quantized pages are not supported"]
-            else:
-                reasons = backend.supports(request)
-            if not reasons:
-                return backend, refusals
-            refusals.append(f"{backend.name}: {', '.join(reasons)}")
+            unknown = packed and not getattr(backend, "reads_quantized", False)
+            reasons = ["quantized pages are not supported"] if unknown else backend.supports(request)
+            trial = Trial() if reasons else try_out(backend, self.backends[-1], request)
+            if not reasons and not trial.problem:
+                return Reader(backend, tuple(refusals), trial.outcome if any(astuple(trial.outcome)) else None)
+            refusals.append(f"{backend.name}: {', '.join(reasons) or trial.problem}")
         raise AssertionError("the last backend supports everything")
+
+    @staticmethod
+    def _gathers(step: GroupStep, outcome: Outcome) -> bool:
+        """Whether gather is faster, by the self-test's timings, for rows of these lengths."""
+        rows = step.context_lens
+        return max(rows) < (outcome.gather_below if len(rows) == 1 else outcome.gather_below_batch)
 
     def describe(self, request: AttentionRequest | None) -> LayerPlan:
         """This layer's line in ``kv.plan``; ``request`` is its decode step as traced."""
+        self.request = request
         gather = self.backends[-1].name
         attention, backend, reason = "gather", gather, self.reason
         if self.handles and request is not None:
-            reader, refusals = self.choose_reader(request)
-            attention, backend = ("direct" if reader.direct else "gather"), reader.name
-            reason = "; ".join(part for part in (self.reason, *refusals) if part)
-            if not reader.direct and not reason:
+            reader = self.choose_reader(request)
+            attention, backend = ("direct" if reader.backend.direct else "gather"), reader.backend.name
+            reason = "; ".join(part for part in (self.reason, *reader.refusals, reader.timings()) if part)
+            if not reader.backend.direct and not reason:
                 reason = "no backend that reads pages directly is installed or chosen"
         storage = self.spec.storage() if self.spec is not None else ""
         return LayerPlan(self.index, self.choice.kind, attention, backend, reason, self.choice.window, storage)
 
-    def _choose(
-        self, queries: mx.array, metadata: PagedKVMetadata, kind: MaskKind, sinks: bool
-    ) -> tuple[AttentionBackend, list[str]]:
+    def _choose(self, queries: mx.array, metadata: PagedKVMetadata, kind: MaskKind, sinks: bool) -> Reader:
         spec = metadata.pages.spec
         return self.choose_reader(
             AttentionRequest(

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from .errors import PluginError
 from .kv_format import Affine, KVFormat
+
+if TYPE_CHECKING:
+    from .metadata import PagedKVMetadata
+
+# The positions each row's queries may see, as one or two ascending (start, stop): kept tokens and newest ones.
+Spans = Sequence[Sequence[tuple[int, int]]]
+CopyOut = Callable[["PagedKVMetadata", Spans], tuple[mx.array, mx.array]]
 
 
 @dataclass(frozen=True)
@@ -58,11 +68,11 @@ class LayerSpec:
             values if self.values is None else self.values.encode(values),
         )
 
-    def decode(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Stored K and V as the model made them, but for what quantization lost."""
+    def decode(self, keys: mx.array, values: mx.array, to: mx.Dtype | None = None) -> tuple[mx.array, mx.array]:
+        """Stored K and V as the model made them, but for what quantization lost; with ``to`` in that dtype."""
         return (
-            keys if self.keys is None else self.keys.decode(keys, self.key_dim, self.dtype),
-            values if self.values is None else self.values.decode(values, self.value_dim, self.value_dtype),
+            _decoded(self.keys, keys, self.key_dim, self.dtype, to),
+            _decoded(self.values, values, self.value_dim, self.value_dtype, to),
         )
 
     def storage(self) -> str:
@@ -72,6 +82,12 @@ class LayerSpec:
             for packed, dtype in ((self.keys, self.dtype), (self.values, self.value_dtype))
         ]
         return sides[0] if sides[0] == sides[1] else f"keys {sides[0]}, values {sides[1]}"
+
+
+def _decoded(packed: Affine | None, rows: mx.array, dim: int, dtype: mx.Dtype, to: mx.Dtype | None) -> mx.array:
+    if packed is None:
+        return rows if to is None else rows.astype(to)
+    return packed.decode(rows, dim, dtype, to)
 
 
 def _stored(packed: Affine | None, dim: int, dtype: mx.Dtype) -> tuple[int, mx.Dtype]:
@@ -85,9 +101,13 @@ class LayerPages:
     the whole pool otherwise. A backend that writes in place by its own primitive sets ``written``, a small array
     that a later read must depend on, and keeps ``keys`` and ``values``; ``last_read`` is the latest attention output,
     for a backend that must order a write after a pending read.
+
+    Where a dependency alone doesn't order mlx's own operations after such a write (Metal: kernels overlap unless one
+    takes what the other made), the backend also sets ``copy_out``: K and V of the rows' spans, copied together as
+    :meth:`~tinykv_plugin.protocols.GatheringBackend.dense` returns them, and noted in ``last_read``.
     """
 
-    __slots__ = ("keys", "last_read", "page_size", "spec", "values", "written")
+    __slots__ = ("copy_out", "keys", "last_read", "page_size", "spec", "values", "written")
 
     def __init__(self, spec: LayerSpec, page_size: int) -> None:
         self.spec = spec
@@ -96,6 +116,7 @@ class LayerPages:
         self.values: mx.array | None = None
         self.written: mx.array | None = None
         self.last_read: mx.array | None = None
+        self.copy_out: CopyOut | None = None
 
     @property
     def num_pages(self) -> int:
@@ -127,8 +148,13 @@ class LayerPages:
     def readable(self) -> tuple[mx.array, mx.array]:
         """K and V pages as mlx operations must read them: after every write so far. Don't hold them over a write.
 
-        What is read must be copied, and the copies be given to :meth:`note_read`.
+        What is read must be copied, and the copies be given to :meth:`note_read`. Raises PluginError if only the
+        backend that writes these pages can read them.
         """
+        if self.copy_out is not None:
+            raise PluginError(
+                "the backend that writes these pages in place must read them, too: mlx can't order others"
+            )
         assert self.keys is not None
         assert self.values is not None
         if self.written is None:

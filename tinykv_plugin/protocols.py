@@ -129,6 +129,15 @@ class AttentionBackend(Protocol):
 
 
 @runtime_checkable
+class TriedBackend(AttentionBackend, Protocol):
+    """A backend that is compared with gather on the user's device before it serves a kind of call there."""
+
+    def selftest_key(self) -> str:
+        """What a comparison's outcome holds for: the device, and versions of what computes there."""
+        ...
+
+
+@runtime_checkable
 class GatheringBackend(AttentionBackend, Protocol):
     """The backend of last resort: supports every request, and copies pages together for models that need arrays."""
 

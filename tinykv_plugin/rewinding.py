@@ -14,7 +14,6 @@ from .cache import PagedKVCache
 from .errors import ConfigError, DraftError
 from .layout import leaves
 
-
 REWINDABLE = (mlx_cache.KVCache, mlx_cache.QuantizedKVCache, mlx_cache.ConcatenateKVCache)
 """mlx-lm's caches that keep every token: others say that they can be trimmed, and then read what they have dropped."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from tinykv_plugin.kv_format import Affine, KVFormat
+from tinykv_plugin.kv_format import KVFormat
 from tinykv_plugin.pages import LayerPages, LayerSpec
 from tinykv_plugin.pool import FULL_PRECISION
 
@@ -155,20 +155,11 @@ class Case:
         spec = self.metadata.pages.spec
         stored = spec.encode(self.keys.astype(self.dtype), self.values.astype(self.dtype))
         backend.write(self.metadata, *stored)
-        self.keys = exactly(spec.keys, stored[0], spec.key_dim, self.dtype)
-        self.values = exactly(spec.values, stored[1], spec.value_dim, self.dtype)
+        # Not rounded to the dtype of the scales.
+        self.keys, self.values = spec.decode(*stored, mx.float32)
 
     def _random(self, rng: np.random.Generator, shape: tuple[int, ...]) -> mx.array:
         return mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(self.dtype)
-
-
-def exactly(packed: Affine | None, rows: mx.array, dim: int, dtype: mx.Dtype) -> mx.array:
-    """Stored elements, not rounded to the dtype of the scales as ``mx.dequantize`` would."""
-    if packed is None:
-        return rows
-    words, scales, biases = packed.split(rows, dim, dtype)
-    wide = scales.astype(mx.float32), biases.astype(mx.float32)
-    return mx.dequantize(words, *wide, group_size=packed.group_size, bits=packed.bits)
 
 
 def poison(backend: Any, pages: LayerPages) -> None:

@@ -17,12 +17,17 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"tinykv_plugin": ROOT / "tinykv_plugin", "tinykv_adapters": ROOT / "adapters" / "tinykv_adapters"}
+PACKAGES = {
+    "tinykv_plugin": ROOT / "tinykv_plugin",
+    "tinykv_adapters": ROOT / "adapters" / "tinykv_adapters",
+    "tinykv_metal": ROOT / "metal" / "tinykv_metal",
+}
 BUILT_IN = {
     "paged": "tinykv_plugin.paged_provider",
     "dense": "tinykv_plugin.dense_provider",
     "gather": "tinykv_plugin.gather",
     "general": "tinykv_adapters.general",
+    "metal": "tinykv_metal.plugin",
 }
 
 
