@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -191,6 +192,7 @@ def test_a_draft_models_pool_is_given_back_with_it() -> None:
         assert kv.stats().bytes_reserved > before
         draft_kv.detach()
         del draft, draft_kv
+        gc.collect()
         assert kv.stats().bytes_reserved == sum(pool.nbytes for pool in kv.session.pools)  # type: ignore[attr-defined]
 
 
