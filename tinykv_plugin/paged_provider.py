@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
-import mlx.core as mx
-
+from .device import device_memory
 from .hookspecs import hookimpl
 from .plan import make_plan
 from .protocols import AttachContext, CacheProvider, CacheSession
@@ -19,13 +16,6 @@ class PagedProvider:
 
     def open(self, context: AttachContext) -> CacheSession:
         return PagedSession(context, make_plan(context), context.config.memory_bytes(device_memory()))
-
-
-def device_memory() -> int:
-    """Bytes that a fraction in the setting ``memory`` is taken of: recommended working set or physical memory."""
-    if mx.metal.is_available():
-        return int(mx.device_info()["max_recommended_working_set_size"])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @hookimpl
