@@ -21,10 +21,12 @@ class DenseSession:
 
     @property
     def plan(self) -> Sequence[LayerPlan]:
+        """Every layer as mlx-lm has it."""
         reason = "cache is set to 'dense'"
         return [LayerPlan(index, "dense", "dense", "mlx-lm", reason) for index in range(len(self._context.own_cache()))]
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
+        """What mlx-lm would have made."""
         own = self._context.own_cache()
         if max_kv_size is None:
             return own
@@ -48,6 +50,7 @@ class DenseProvider:
     name = "dense"
 
     def open(self, context: AttachContext) -> CacheSession:
+        """A session that changes nothing."""
         return DenseSession(context)
 
 

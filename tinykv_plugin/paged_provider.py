@@ -15,6 +15,7 @@ class PagedProvider:
     name = "paged"
 
     def open(self, context: AttachContext) -> CacheSession:
+        """Plan the model and make its page pools."""
         return PagedSession(context, make_plan(context), context.config.memory_bytes(device_memory()))
 
 

@@ -43,6 +43,7 @@ class Sample:
 
     @property
     def spec(self) -> LayerSpec:
+        """The shapes of K and V."""
         request = self.request
         return LayerSpec(request.kv_heads, request.key_dim, request.value_dim, request.dtype, request.dtype)
 
