@@ -49,6 +49,7 @@ class Budget:
 
     @property
     def left(self) -> int:
+        """Bytes that may still be booked."""
         return self.total - self.reserved
 
 
@@ -145,6 +146,7 @@ class PagePool:
         if count:
             self._resize_all(self.layers, old, old - count)
             self.allocator.shrink(count)
+            log.info("pool %r: %d pages, %d before: another pool needs the memory", self.name, old - count, old)
             self.book(-count * self.page_bytes)
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
