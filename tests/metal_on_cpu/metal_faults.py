@@ -97,13 +97,13 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
     ),
     "a token too many": (
         attend,
-        Replace("attend", "position < end && (position >= low", "position <= end && (position >= low"),
+        Replace("attend", "return position < end &&", "return position <= end &&"),
         WrongNumbersError,
         "",
     ),
     "a token too few": (
         attend,
-        Replace("attend", "position < end && (position >= low", "position < end - 1 && (position >= low"),
+        Replace("attend", "return position < end &&", "return position < end - 1 &&"),
         WrongNumbersError,
         "",
     ),
