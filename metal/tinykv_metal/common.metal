@@ -91,6 +91,7 @@ struct Row<D, 0, GROUP, S> {
     load_token<D>(row, lane, to);
   }
 };
+
 // Whether some query of a row may see a position: before `end`, and not behind all windows. Otherwise nothing is read
 // there: the page may be gone.
 METAL_FUNC bool in_reach(int position, int end, int low, int keep) {
