@@ -24,8 +24,11 @@ FORMATS = [
 ]
 
 
-@pytest.mark.parametrize("kv_format", FORMATS, ids=str)
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
+@pytest.mark.parametrize(
+    ("kv_format", "dtype"),
+    [*((one, mx.float32) for one in FORMATS), (FORMATS[0], mx.bfloat16), (FORMATS[3], mx.float16)],
+    ids=str,
+)
 def test_every_format_and_dtype(backend: Any, kv_format: KVFormat, dtype: mx.Dtype) -> None:
     case = Case([70, 1, 33], query_heads=6, dtype=dtype, kv_format=kv_format).fill(backend)
     assert error(case.attend(backend), case.expected()) < TOLERANCE[dtype]
