@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
-import mlx.core as mx
-
+from .device import device_memory
 from .hookspecs import hookimpl
 from .plan import check_format, make_plan
 from .pool import Budget
@@ -31,13 +29,6 @@ class PagedProvider:
             budget = Budget(context.config.memory_bytes(device_memory()))
         # The other model is not kept alive by this one.
         return PagedSession(replace(context, shares_budget_of=None), make_plan(context), budget)
-
-
-def device_memory() -> int:
-    """Bytes that a fraction in the setting ``memory`` is taken of: recommended working set or physical memory."""
-    if mx.metal.is_available():
-        return int(mx.device_info()["max_recommended_working_set_size"])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @hookimpl

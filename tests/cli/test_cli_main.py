@@ -108,7 +108,7 @@ def test_bad_usage_is_one_line_and_exit_code_2(tinykv: Call, argv: list[str], me
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["inspect", "no_such_folder"], "no_such_folder is no folder; inspect takes the folder of a model"),
+        (["inspect", "no_such_folder"], "no_such_folder is no folder and no file; inspect takes a model's folder"),
         (["demo", "--model", "no_such_folder"], "no_such_folder is no folder; --model takes the folder of a model"),
     ],
 )

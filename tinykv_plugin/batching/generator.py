@@ -166,6 +166,13 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         """Requests whose prompt is being processed or whose answer is being generated."""
         return len(self._prompt_batch) + len(self._generation_batch)
 
+    def sequences(self) -> dict[int, PagedSequence]:
+        """The page tables of the requests that run, by uid, as they are between two steps."""
+        found: dict[int, PagedSequence] = {}
+        for batch in (self._prompt_batch, self._generation_batch):
+            found |= zip(batch.uids, rows_of(batch.prompt_cache) or [], strict=False)
+        return found
+
     # One step -----------------------------------------------------------------------------------------------------
 
     def _next(self) -> tuple[list[Any], list[Any]]:

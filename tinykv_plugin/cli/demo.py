@@ -13,12 +13,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from ..config import KVCacheConfig
+from ..labels import model_label
 from ..units import format_bytes
 from .console import console, log_to_stderr
 from .failures import FAILED, CommandError
 from .flags import flags_help, take_kv_flags
 from .forward import check_plugins
-from .models import model_label
 
 if TYPE_CHECKING:
     from ..demo.run import Comparison

@@ -22,6 +22,7 @@ OWN_COMMANDS = {
     "inspect": "show how a model's layers are served and what fits the budget",
     "plugins": "list the installed plugins",
     "selftest": "compare and time attention backends on this device",
+    "top": "show what a running tinykv server is doing",
 }
 
 

@@ -1,0 +1,117 @@
+"""PoolMap: which pages of a pool are free, used, shared or cached, and by whom, in a picture of bounded size."""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from .pool import PagePool
+    from .sequence import PagedSequence
+    from .session import PagedSession
+
+FREE, USED, SHARED, CACHED = range(4)
+STATES = ("free", "used", "shared", "cached")
+
+OTHERS = -1
+"""The key of sequences that are neither asked for by name nor stored."""
+
+
+@dataclass(frozen=True)
+class PoolMap:
+    """The pages of one cache group, in order, ``per_cell`` to a cell.
+
+    ``counts``, uint32 ``(len(STATES), cells)``: pages of each state in each cell. ``masks`` and ``pages_of`` say for
+    each key which cells (bool, ``(cells,)``) and how many pages its sequences hold.
+    """
+
+    group: str
+    layers: int
+    page_size: int
+    page_bytes: int
+    pages: int
+    per_cell: int
+    counts: NDArray[np.uint32]
+    masks: dict[int, NDArray[np.bool_]]
+    pages_of: dict[int, int]
+
+
+@dataclass(frozen=True)
+class _Books:
+    """What was copied from a pool under the session's lock: the holders of each page, and each table once.
+
+    ``tables``: page ids, and the keys of the sequences that hold the table, stored ones left out.
+    """
+
+    capacity: int
+    ref_counts: array[int]
+    tables: list[tuple[array[int], list[int]]]
+
+
+def page_maps(
+    session: PagedSession,
+    cells: int,
+    named: Mapping[int, weakref.ref[PagedSequence]],
+    stored: Collection[weakref.ref[PagedSequence]] = (),
+) -> list[PoolMap]:
+    """One map for each cache group of ``session``, of at most ``cells`` cells.
+
+    ``named`` are the sequences to tell apart, by keys that are not negative; ``stored`` those that only keep pages for
+    later, as the prefix cache does: what nobody else holds is "cached". A page that several others hold is "shared". Any thread may ask. The session's lock is held while the books are
+    copied, some 4 bytes a page; the rest is done after.
+    """
+    with session.lock:
+        session.collect_abandoned()
+        books = [_copy(session, group, pool, named, stored) for group, pool in enumerate(session.pools)]
+        about = [(pool.name, len(pool.layers), pool.page_size, pool.page_bytes) for pool in session.pools]
+    return [_draw(*facts, book, cells) for facts, book in zip(about, books, strict=True)]
+
+
+def _copy(
+    session: PagedSession,
+    group: int,
+    pool: PagePool,
+    named: Mapping[int, weakref.ref[PagedSequence]],
+    stored: Collection[weakref.ref[PagedSequence]],
+) -> _Books:
+    keys = {id(row): key for key, reference in named.items() if (row := reference()) is not None}
+    kept = {id(row) for reference in stored if (row := reference()) is not None}
+    tables: dict[int, tuple[array[int], list[int]]] = {}
+    for row in session.live_sequences():
+        table = row.tables[group]
+        if id(row) not in kept:
+            _, holders = tables.setdefault(id(table), (table.pages[:], []))
+            holders.append(keys.get(id(row), OTHERS))
+    return _Books(pool.allocator.capacity, pool.allocator.ref_counts(), list(tables.values()))
+
+
+def _draw(group: str, layers: int, page_size: int, page_bytes: int, books: _Books, cells: int) -> PoolMap:
+    per_cell = max(1, -(-books.capacity // cells))
+    length = -(-books.capacity // per_cell)
+    holders = np.zeros(length * per_cell, np.int32)
+    holders[: len(books.ref_counts)] = books.ref_counts
+    running = np.zeros_like(holders)  # sequences that hold a page, stored ones not counted
+    masks: dict[int, NDArray[np.bool_]] = {}
+    pages_of: dict[int, int] = {}
+    for table, keys in books.tables:
+        pages = np.array(table, np.int32)
+        pages = pages[pages >= 0]
+        running[pages] += len(keys)
+        for key in keys:
+            mask = masks.setdefault(key, np.zeros(length, np.bool_))
+            mask[pages // per_cell] = True
+            pages_of[key] = pages_of.get(key, 0) + len(pages)
+    states = np.full_like(holders, FREE)
+    states[holders > 0] = CACHED
+    states[running == 1] = USED
+    states[running > 1] = SHARED
+    states[books.capacity :] = len(STATES)
+    split = states.reshape(length, per_cell)
+    counts = np.stack([(split == state).sum(axis=1, dtype=np.uint32) for state in range(len(STATES))])
+    return PoolMap(group, layers, page_size, page_bytes, books.capacity, per_cell, counts, masks, pages_of)
