@@ -63,8 +63,9 @@ def page_maps(
     """One map for each cache group of ``session``, of at most ``cells`` cells.
 
     ``named`` are the sequences to tell apart, by keys that are not negative; ``stored`` those that only keep pages for
-    later, as the prefix cache does: what nobody else holds is "cached". A page that several others hold is "shared". Any thread may ask. The session's lock is held while the books are
-    copied, some 4 bytes a page; the rest is done after.
+    later, as the prefix cache does: what nobody else holds is "cached". A page that several others hold is "shared".
+
+    Any thread may ask. The session's lock is held while the books are copied, some 4 bytes a page.
     """
     with session.lock:
         session.collect_abandoned()

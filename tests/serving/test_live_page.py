@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from served import Server, request, wait_until, words
+from served import KEPT_THREADS, Server, request, wait_until, words
 
 from tinykv_plugin.serving import live
 
@@ -34,7 +35,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('browser')}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     found = selenium.Chrome(options, selenium.ChromeService(driver))
-    found.set_window_size(1100, 1150)
+    found.set_window_size(1100, 1000)
     yield found
     found.quit()
 
@@ -54,6 +55,8 @@ def opened(browser: Driver, serve: Serve, no_stops: None, monkeypatch: pytest.Mo
     # What the page had to say against itself, such as a policy that it breaks.
     severe = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
     browser.get("about:blank")
+    # Chromium keeps spare connections, on which it asks for nothing.
+    KEPT_THREADS.update(thread for thread in threading.enumerate() if "process_request_thread" in thread.name)
     assert severe == []
 
 
@@ -164,18 +167,19 @@ def test_it_is_readable_in_both_schemes(opened: Any, browser: Driver, scheme: st
     features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
     try:
-        server = opened(max_pages=700, memory="64MiB", kind="gemma3_text", prompt_cache_size=4)
+        server = opened(memory="3MiB", prompt_cache_size=4)
         server.complete(words(300), max_tokens=40)
         server.complete(words(200, 5), max_tokens=40)
         with (
-            request(server, words(340), stream=True, max_tokens=400),
+            request(server, words(300), stream=True, max_tokens=400),
+            request(server, words(300), stream=True, max_tokens=350),
             request(server, words(60, 1), stream=True, max_tokens=300),
             request(server, words(150, 2), stream=True, max_tokens=500),
         ):
-            wait_until(lambda: len(browser.find_elements("css selector", "#rows tr")) == 3, what="requests")
+            wait_until(lambda: len(browser.find_elements("css selector", "#rows tr")) == 4, what="requests")
             wait_until(lambda: all(row.text.split()[1] == "answering" for row in rows(browser)), what="answers")
             find(browser, "body").send_keys("p")
-        browser.execute_script("document.activeElement.blur(); choose({request: picture.requests[0].id})")
+        assert int(text(browser, "#n2")) > 50
         for foreground, background in (("text", "ground"), ("text", "panel"), ("quiet", "panel"), ("mark", "ground")):
             assert contrast(colour(browser, foreground), colour(browser, background)) >= 4.5, (foreground, background)
         for name in ("used", "shared", "cached"):

@@ -47,7 +47,7 @@ def demo(argv: Sequence[str]) -> int:
         from ..demo.run import compare, tokens_to_do
 
         folder = fetch_model() if options.model is None else options.model
-        model, tokenizer = _load(folder)
+        model, tokenizer = load_model(folder)
         with progress_bar() as progress:
             task = progress.add_task("generating", total=tokens_to_do(options.max_tokens))
             comparisons = compare(
@@ -117,7 +117,8 @@ def _speeds(comparison: Comparison, name: str) -> tuple[str, str]:
     return f"{getattr(comparison.dense, name):.1f}", f"{getattr(comparison.paged, name):.1f}"
 
 
-def _load(folder: Path) -> tuple[Any, Any]:
+def load_model(folder: Path) -> tuple[Any, Any]:
+    """A model and its tokenizer. Raises CommandError if they can't be loaded."""
     if not folder.is_dir():
         raise CommandError(f"{folder} is no folder; --model takes the folder of a model in mlx-lm's format")
     from mlx_lm import load

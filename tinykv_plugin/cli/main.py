@@ -19,6 +19,7 @@ from .mlx_lm_commands import mlx_lm_commands
 OWN_COMMANDS = {
     "run": "run your own Python program with paged caches",
     "demo": "fetch a small model and run it dense and paged, side by side",
+    "bench": "measure stock mlx-lm and paged caches on this machine",
     "inspect": "show how a model's layers are served and what fits the budget",
     "plugins": "list the installed plugins",
     "selftest": "compare and time attention backends on this device",

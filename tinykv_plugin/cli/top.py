@@ -40,10 +40,10 @@ def top(argv: Sequence[str]) -> int:
     out = console()
     if options.once or not out.is_terminal:
         with contextlib.closing(pictures(options.url)) as found:
-            picture = next(found, None)
-        if picture is None:
+            first = next(found, None)
+        if first is None:
             raise CommandError(f"--url {options.url}: the server has stopped")
-        out.print(draw(picture, out.width))
+        out.print(draw(first, out.width))
         return 0
     with contextlib.suppress(KeyboardInterrupt), Live(console=out, auto_refresh=False) as live:
         last: Any = Text("")
