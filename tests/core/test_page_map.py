@@ -41,10 +41,10 @@ def test_every_page_has_its_state_and_its_holders(tiny_llama: Make) -> None:
         second = write(model, fork, 1)
         named = {7: weakref.ref(first), 8: weakref.ref(second)}
         (pool,) = page_maps(kv.session, 1000, named, [weakref.ref(stored)])
-        expected = {
-            page: USED for page in [*first.tables[0].pages, *second.tables[0].pages, *other[0]._row.tables[0].pages]
-        }
-        expected |= {page: SHARED for page in set(first.tables[0].pages) & set(second.tables[0].pages)}
+        expected = dict.fromkeys(
+            [*first.tables[0].pages, *second.tables[0].pages, *other[0]._row.tables[0].pages], USED
+        )
+        expected |= dict.fromkeys(set(first.tables[0].pages) & set(second.tables[0].pages), SHARED)
         expected |= dict.fromkeys(stored.tables[0].pages, CACHED)
         assert states(pool) == [expected.get(page, FREE) for page in range(pool.pages)]
         assert list(expected.values()).count(SHARED) == 2

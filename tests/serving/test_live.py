@@ -123,13 +123,17 @@ def test_a_request_served_alone_has_its_pages(serve: Serve, no_stops: None) -> N
 def test_waiting_and_preempted_requests_are_told_apart(serve: Serve, no_stops: None) -> None:
     server = serve(max_pages=200, decode_concurrency=2, prompt_concurrency=2)
     long: dict[str, Any] = {"max_tokens": 700, "stream": True}
-    with watching(server) as picture, request(server, words(30), **long), request(server, words(30, 1), **long):
-        with request(server, words(30, 2), **long):
-            states: set[str] = set()
-            while not {"answering", "waiting", "paused"} <= states:
-                told = picture()
-                assert told["running"] or told["waiting"] or not states, states
-                states |= {one["state"] for one in told["requests"]}
+    with (
+        watching(server) as picture,
+        request(server, words(30), **long),
+        request(server, words(30, 1), **long),
+        request(server, words(30, 2), **long),
+    ):
+        states: set[str] = set()
+        while not {"answering", "waiting", "paused"} <= states:
+            told = picture()
+            assert told["running"] or told["waiting"] or not states, states
+            states |= {one["state"] for one in told["requests"]}
 
 
 def test_no_text_of_prompts_leaves(serve: Serve, no_stops: None) -> None:
@@ -223,10 +227,14 @@ def test_pictures_have_a_bounded_size(serve: Serve, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(live, "MOST_CELLS", 32)
     monkeypatch.setattr(live, "MOST_REQUESTS", 2)
     server = serve(max_pages=4000, memory="64MiB")
-    with watching(server) as picture:
-        with request(server, words(900), stream=True), request(server, words(5), stream=True):
-            with request(server, words(6), stream=True), request(server, words(7), stream=True):
-                seen = until(picture, lambda p: p["running"] == 4 and p["requests"][0]["pages"] > 200)
+    with (
+        watching(server) as picture,
+        request(server, words(900), stream=True),
+        request(server, words(5), stream=True),
+        request(server, words(6), stream=True),
+        request(server, words(7), stream=True),
+    ):
+        seen = until(picture, lambda p: p["running"] == 4 and p["requests"][0]["pages"] > 200)
     (group,) = seen["pools"]["main"]["groups"]
     assert len(cells(group)) <= 32
     assert group["per_cell"] > 1

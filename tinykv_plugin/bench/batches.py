@@ -19,6 +19,8 @@ from ..attachment import attach
 from ..batching.generator import PagedBatchGenerator
 from .ways import STOCK, clean
 
+RATIO = "paged / stock"
+
 
 @dataclass
 class Request:
@@ -156,6 +158,7 @@ def fullest(decoded: list[tuple[int, float]]) -> list[float]:
 
 
 def generator_busy(generator: Any) -> bool:
+    """Whether any request waits or runs."""
     return bool(generator._unprocessed_sequences or len(generator._prompt_batch) or len(generator._generation_batch))
 
 
@@ -192,7 +195,7 @@ class Compared:
     @property
     def losing(self) -> list[str]:
         """Figures that are worse than stock's."""
-        ratios = self.rows["paged / stock"]
+        ratios = self.rows[RATIO]
         return [key for key, ratio in ratios.items() if ratio != 1 and (ratio < 1) == (key == "tokens/s")]
 
 
@@ -223,4 +226,4 @@ def compare(model: Any, name: str, requests: Sequence[Request], attention: str =
     equal = sum(a == b for a, b in zip(stock.answers, paged.answers, strict=True))
     first, second = stock.row(), paged.row()
     ratio = {key: second[key] / first[key] if first[key] else float("nan") for key in first}
-    return Compared(stock, paged, backend, equal, {STOCK: first, f"paged ({backend})": second, "paged / stock": ratio})
+    return Compared(stock, paged, backend, equal, {STOCK: first, backend: second, RATIO: ratio})

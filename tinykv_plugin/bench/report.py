@@ -29,7 +29,8 @@ polyline.c2, circle.c2 { stroke: var(--c2); } polyline.c3, circle.c3 { stroke: v
 circle { fill: var(--panel); stroke-width: 2; }
 .legend { list-style: none; display: flex; gap: 1.2rem; padding: 0; margin: .3rem 0 0; }
 .legend i { display: inline-block; width: .8rem; height: .8rem; border-radius: .15rem; margin-right: .4rem; }
-i.c0 { background: var(--c0); } i.c1 { background: var(--c1); } i.c2 { background: var(--c2); } i.c3 { background: var(--c3); }
+i.c0 { background: var(--c0); } i.c1 { background: var(--c1); }
+i.c2 { background: var(--c2); } i.c3 { background: var(--c3); }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; background: var(--panel); }
 th, td { text-align: right; padding: .25rem .7rem; border: 1px solid var(--line); font-variant-numeric: tabular-nums; }
 th:first-child, td:first-child { text-align: left; } .worse { color: var(--c2); } .none { color: var(--quiet); }

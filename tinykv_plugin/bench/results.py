@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TinyKVError
+from .batches import RATIO
 from .suite import FORMAT
 from .ways import STOCK
 
@@ -57,9 +58,9 @@ def figures(results: dict[str, Any]) -> Iterator[Figure]:
         yield Figure(case, "step ms", row["way"], row["step_ms"])
         yield Figure(case, "K/V peak MB", row["way"], row["peak_bytes"] / 1e6)
     for scenario in results["scenarios"].values():
-        names = [name for name in scenario["rows"] if name != "paged / stock"]
-        for name in names:
-            row = scenario["rows"][name]
+        for name, row in scenario["rows"].items():
+            if name == RATIO:
+                continue
             yield Figure(scenario["about"], "tokens/s", name, row["tokens/s"])
             yield Figure(scenario["about"], "K/V peak MB", name, row["K/V peak MB"])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +16,9 @@ from ..labels import model_label
 from .console import console, log_to_stderr
 from .demo import load_model, progress_bar
 from .failures import FAILED, CommandError
-from .flags import flags_help, take_kv_flags
+from .flags import take_kv_flags
 from .forward import check_plugins
+from .parser import command_parser
 
 OUTPUT = "tinykv-bench"
 
@@ -26,13 +26,10 @@ OUTPUT = "tinykv-bench"
 def bench(argv: Sequence[str]) -> int:
     """Measure and write the results; 1 if an answer differs from stock's."""
     fields, rest = take_kv_flags(argv)
-    parser = argparse.ArgumentParser(
-        prog="tinykv bench",
-        description="Measure stock mlx-lm and paged caches side by side: one request by context, batches, memory over "
+    parser = command_parser(
+        "bench",
+        "Measure stock mlx-lm and paged caches side by side: one request by context, batches, memory over "
         "time. Writes a JSON file and an HTML report. Fetches a small model (93 MB) if none is given.",
-        epilog=flags_help(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--model", metavar="PATH", type=Path, help="use this local folder; nothing is fetched")
     parser.add_argument("--quick", action="store_true", help="a fraction of the tokens: a minute, for a first look")

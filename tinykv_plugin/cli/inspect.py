@@ -18,11 +18,11 @@ from ..protocols import LayerPlan
 from ..units import format_bytes
 from .capacity import GroupSize, longest_request, request_bytes, requests_that_fit, stock_request_bytes
 from .console import console, log_to_stderr
-from .failures import CommandError
 from .fit import Machine, Stored, Wish, advice, fit_table, machine_line, memory, tokens
-from .flags import flags_help, take_kv_flags
+from .flags import take_kv_flags
 from .forward import check_plugins
 from .model_files import LazyModel, load_lazily
+from .parser import command_parser, positive
 
 if TYPE_CHECKING:
     from ..attachment import Attachment
@@ -55,13 +55,10 @@ def inspect(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="tinykv inspect",
-        description="Show how each layer of a model is served, what fits the page budget, and what would fit a Mac. "
+    parser = command_parser(
+        "inspect",
+        "Show how each layer of a model is served, what fits the page budget, and what would fit a Mac. "
         "Reads no weights.",
-        epilog=flags_help(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("model", metavar="MODEL", type=Path, help="a model's folder, or its config.json alone")
     parser.add_argument("--trust-remote-code", action="store_true", help="run a model file that the folder brings")
@@ -70,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     wish.add_argument(
         "--context", metavar="TOKENS", type=tokens, help=f"tokens of a request, such as 32k ({CHAT_TOKENS})"
     )
-    wish.add_argument("--concurrency", metavar="N", type=_positive, help="requests at once (1)")
+    wish.add_argument("--concurrency", metavar="N", type=positive, help="requests at once (1)")
     return parser
 
 
@@ -112,13 +109,6 @@ def _this_machine() -> Machine:
 
 def _label(path: Path) -> str:
     return model_label(path if path.is_dir() else path.resolve().parent)
-
-
-def _positive(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return count
 
 
 def plan_table(plan: Sequence[LayerPlan], label: str) -> Table:

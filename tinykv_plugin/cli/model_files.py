@@ -28,7 +28,7 @@ class LazyModel:
 
 
 def load_lazily(path: Path, trust_remote_code: bool) -> LazyModel:
-    """The model in the folder ``path``, or that of the config.json ``path``. Raises CommandError if it can't be built."""
+    """The model in the folder ``path``, or of the config.json ``path``. Raises CommandError if it can't be built."""
     if path.is_dir():
         folder: contextlib.AbstractContextManager[Path] = contextlib.nullcontext(path)
     elif path.is_file():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import http.client
 import json
@@ -18,6 +17,7 @@ from rich.text import Text
 
 from .console import console
 from .failures import CommandError
+from .parser import command_parser
 from .picture import draw
 
 DEFAULT_URL = "http://127.0.0.1:8080"
@@ -28,11 +28,11 @@ RETRY_SECONDS = 2.0
 
 def top(argv: Sequence[str]) -> int:
     """Show the server's pages and requests until interrupted."""
-    parser = argparse.ArgumentParser(
-        prog="tinykv top",
-        description="Show what a tinykv server is doing: pages, memory, requests. The page /kv of the server shows the "
+    parser = command_parser(
+        "top",
+        "Show what a tinykv server is doing: pages, memory, requests. The page /kv of the server shows the "
         "same in a browser.",
-        allow_abbrev=False,
+        kv_flags=False,
     )
     parser.add_argument("--url", default=DEFAULT_URL, help="the server's address (%(default)s)")
     parser.add_argument("--once", action="store_true", help="print one picture and end; so does output to no terminal")
