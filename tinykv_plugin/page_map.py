@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ FREE, USED, SHARED, CACHED = range(4)
 STATES = ("free", "used", "shared", "cached")
 
 OTHERS = -1
-"""The key of sequences that are neither asked for by name nor stored."""
+"""The key of sequences that were not asked for by name."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PoolMap:
 class _Books:
     """What was copied from a pool under the session's lock: the holders of each page, and each table once.
 
-    ``tables``: page ids, and the keys of the sequences that hold the table, stored ones left out.
+    ``tables``: page ids, and the keys of the sequences that hold the table.
     """
 
     capacity: int
@@ -58,18 +58,17 @@ def page_maps(
     session: PagedSession,
     cells: int,
     named: Mapping[int, weakref.ref[PagedSequence]],
-    stored: Collection[weakref.ref[PagedSequence]] = (),
 ) -> list[PoolMap]:
     """One map for each cache group of ``session``, of at most ``cells`` cells.
 
-    ``named`` are the sequences to tell apart, by keys that are not negative; ``stored`` those that only keep pages for
-    later, as the prefix cache does: what nobody else holds is "cached". A page that several others hold is "shared".
+    ``named`` are the sequences to tell apart, by keys that are not negative. A page is "shared" if several sequences
+    hold it, "cached" if only the prefix cache does.
 
     Any thread may ask. The session's lock is held while the books are copied, some 4 bytes a page.
     """
     with session.lock:
         session.collect_abandoned()
-        books = [_copy(session, group, pool, named, stored) for group, pool in enumerate(session.pools)]
+        books = [_copy(session, group, pool, named) for group, pool in enumerate(session.pools)]
         about = [(pool.name, len(pool.layers), pool.page_size, pool.page_bytes) for pool in session.pools]
     return [_draw(*facts, book, cells) for facts, book in zip(about, books, strict=True)]
 
@@ -79,16 +78,13 @@ def _copy(
     group: int,
     pool: PagePool,
     named: Mapping[int, weakref.ref[PagedSequence]],
-    stored: Collection[weakref.ref[PagedSequence]],
 ) -> _Books:
     keys = {id(row): key for key, reference in named.items() if (row := reference()) is not None}
-    kept = {id(row) for reference in stored if (row := reference()) is not None}
     tables: dict[int, tuple[array[int], list[int]]] = {}
     for row in session.live_sequences():
         table = row.tables[group]
-        if id(row) not in kept:
-            _, holders = tables.setdefault(id(table), (table.pages[:], []))
-            holders.append(keys.get(id(row), OTHERS))
+        _, holders = tables.setdefault(id(table), (table.pages[:], []))
+        holders.append(keys.get(id(row), OTHERS))
     return _Books(pool.allocator.capacity, pool.allocator.ref_counts(), list(tables.values()))
 
 
@@ -97,21 +93,21 @@ def _draw(group: str, layers: int, page_size: int, page_bytes: int, books: _Book
     length = -(-books.capacity // per_cell)
     holders = np.zeros(length * per_cell, np.int32)
     holders[: len(books.ref_counts)] = books.ref_counts
-    running = np.zeros_like(holders)  # sequences that hold a page, stored ones not counted
+    sequences = np.zeros_like(holders)  # that hold a page
     masks: dict[int, NDArray[np.bool_]] = {}
     pages_of: dict[int, int] = {}
     for table, keys in books.tables:
         pages = np.array(table, np.int32)
         pages = pages[pages >= 0]
-        running[pages] += len(keys)
+        sequences[pages] += len(keys)
         for key in keys:
             mask = masks.setdefault(key, np.zeros(length, np.bool_))
             mask[pages // per_cell] = True
             pages_of[key] = pages_of.get(key, 0) + len(pages)
     states = np.full_like(holders, FREE)
     states[holders > 0] = CACHED
-    states[running == 1] = USED
-    states[running > 1] = SHARED
+    states[sequences == 1] = USED
+    states[sequences > 1] = SHARED
     states[books.capacity :] = len(STATES)
     split = states.reshape(length, per_cell)
     counts = np.stack([(split == state).sum(axis=1, dtype=np.uint32) for state in range(len(STATES))])

@@ -72,6 +72,8 @@ def make_plan(context: AttachContext) -> CachePlan:
     stateful = [index for index, line in lines.items() if line.kind == "dense" and index not in unwritten]
     writer = _writer(context, list(lines.values()))
     plan = CachePlan(layers, groups, _by_entry(own, lines), writer, stateful)
+    config = context.config
+    log.info("%s: pages of %d tokens, written by %s", type(context.model).__name__, config.page_size, plan.writer.name)
     for line in plan.lines:
         log.info("layer %d: %s, %s by %s%s", line.layer, line.kind, line.attention, line.backend, _because(line.reason))
     return plan

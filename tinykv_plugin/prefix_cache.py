@@ -269,7 +269,10 @@ class PrefixCache:
     def evict(self, count: int) -> int:
         """Free ``count`` pages that nobody else holds, or what there is; returns how many."""
         with self._session.lock:
-            return self.index.evict(count)
+            freed = self.index.evict(count)
+        if freed:
+            log.info("%d cached pages evicted", freed)
+        return freed
 
     def evict_prompt(self) -> bool:
         """Evict the least recently used prompt, up to where others branch off; False if nothing was stored."""

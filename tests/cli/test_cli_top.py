@@ -63,7 +63,7 @@ def a_picture(**changes: Any) -> dict[str, Any]:
         "tokens_per_second": 12.3,
         "hit_rate": 0.25,
         "stored_prompts": 1,
-        "evictions": {"prompts": 1, "pages": 2},
+        "evictions": 3,
         "requests_ended": {},
         "prompt_tokens": {},
         "work": {"preemptions": 5, "generated_tokens": 100},
@@ -82,7 +82,7 @@ def printed(picture: dict[str, Any], width: int = 120) -> str:
 
 def test_everything_is_in_the_picture() -> None:
     out = printed(a_picture())
-    assert "some/model · 1 running · 2 waiting · 12.3 tokens/s · 25% of prompt tokens reused · 3 evictions" in out
+    assert "some/model · 1 running · 2 waiting · 12.3 tokens/s · 25% of prompt tokens reused · 3 pages evicted" in out
     assert "384 KiB used, 640 KiB reserved of 1.00 MiB, 12% of the used slots empty" in out
     assert "full, 4 layers, 10 pages of 32 tokens (64.0 KiB)" in out
     assert "UUUSCC...." in out

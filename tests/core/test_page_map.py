@@ -40,12 +40,15 @@ def test_every_page_has_its_state_and_its_holders(tiny_llama: Make) -> None:
         fork = copy.deepcopy(chat)
         second = write(model, fork, 1)
         named = {7: weakref.ref(first), 8: weakref.ref(second)}
-        (pool,) = page_maps(kv.session, 1000, named, [weakref.ref(stored)])
+        kv.prefix_cache.insert([1] * 8, kept)
+        cached = stored.tables[0].pages[:]
+        del kept, stored
+        (pool,) = page_maps(kv.session, 1000, named)
         expected = dict.fromkeys(
             [*first.tables[0].pages, *second.tables[0].pages, *other[0]._row.tables[0].pages], USED
         )
         expected |= dict.fromkeys(set(first.tables[0].pages) & set(second.tables[0].pages), SHARED)
-        expected |= dict.fromkeys(stored.tables[0].pages, CACHED)
+        expected |= dict.fromkeys(cached, CACHED)
         assert states(pool) == [expected.get(page, FREE) for page in range(pool.pages)]
         assert list(expected.values()).count(SHARED) == 2
         assert {key: set(np.flatnonzero(mask)) for key, mask in pool.masks.items()} == {
@@ -59,17 +62,26 @@ def test_every_page_has_its_state_and_its_holders(tiny_llama: Make) -> None:
         used = stats.pages_used
         assert pool.counts[USED:].sum() == used + stats.pages_cached
         assert pool.counts[SHARED].sum() == stats.pages_shared
+        assert pool.counts[CACHED].sum() == stats.pages_cached == 2
+        kv.prefix_cache.clear()
 
 
-def test_a_stored_page_that_is_in_use_is_used(tiny_llama: Make) -> None:
+def test_a_page_of_the_prefix_cache_is_cached_until_it_is_used(tiny_llama: Make) -> None:
     model = tiny_llama()
     with tinykv.attach(model, page_size=4) as kv:
-        kept = make_prompt_cache(model)
-        stored = write(model, kept, 8)
-        chat = copy.deepcopy(kept)
-        write(model, chat, 1)
-        (pool,) = page_maps(kv.session, 1000, {}, [weakref.ref(stored)])
-        assert [states(pool)[page] for page in stored.tables[0].pages] == [USED, USED]
+        cache = make_prompt_cache(model)
+        pages = write(model, cache, 8).tables[0].pages[:]
+        kv.prefix_cache.insert([1] * 8, cache)
+        (pool,) = page_maps(kv.session, 1000, {})
+        assert [states(pool)[page] for page in pages] == [USED, USED]
+        del cache
+        (pool,) = page_maps(kv.session, 1000, {})
+        assert [states(pool)[page] for page in pages] == [CACHED, CACHED]
+        again = kv.prefix_cache.fetch([1] * 9)[0]
+        (pool,) = page_maps(kv.session, 1000, {5: weakref.ref(again[0]._row)})
+        assert [states(pool)[page] for page in pages] == [USED, USED]
+        assert pool.pages_of == {5: 2}
+        kv.prefix_cache.clear()
 
 
 def test_what_was_dropped_is_free(tiny_llama: Make) -> None:

@@ -52,3 +52,10 @@ def test_every_folder_of_tests_is_run_by_default_or_by_an_environment_of_its_own
     folders = {path.parent.relative_to(ROOT).parts[1] for path in (ROOT / "tests").glob("*/test_*.py")}
     default = set(re.findall(r'"tests/(\w+)"', read("pyproject.toml").split("testpaths = ")[1].splitlines()[0]))
     assert folders <= default | {"native", "packaging"}
+
+
+def test_the_command_reference_is_current() -> None:
+    """If this fails: python docs/commands.py"""
+    code = "import sys; sys.path.insert(0, 'docs'); import commands; print(commands.command_reference(), end='')"
+    renewed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert renewed.stdout == read("docs/commands.md")

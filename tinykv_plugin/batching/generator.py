@@ -381,6 +381,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             self._fail([youngest], error, out)
             return
         self.counts.preempted += 1
+        log.info("request %d gives its pages up, to be computed again: %s", youngest, error)
         if youngest in self._generation_batch.uids:
             self._preempt_generating(self._generation_batch.uids.index(youngest), out)
         else:
@@ -520,7 +521,9 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             cache = list(cache)
             adopt(cache, self._kv)
         elif row.session is not self._session:
-            raise CacheStateError("a prompt cache belongs to another model or attachment")
+            raise CacheStateError(
+                "a prompt cache belongs to another model or attachment; make it with this model's make_prompt_cache"
+            )
         return cache
 
 

@@ -108,14 +108,14 @@ def requests_table(picture: dict[str, Any]) -> Table:
 
 
 def _headline(picture: dict[str, Any]) -> str:
-    speed, hits, evictions = picture["tokens_per_second"], picture["hit_rate"], picture["evictions"]
+    speed, hits = picture["tokens_per_second"], picture["hit_rate"]
     parts = [
         picture["model"] or "no model loaded",
         f"{picture['running']} running",
         f"{picture['waiting']} waiting",
         f"{'-' if speed is None else format(speed, '.1f')} tokens/s",
         f"{'-' if hits is None else format(hits, '.0%')} of prompt tokens reused",
-        f"{evictions['pages'] + evictions['prompts']} evictions",
+        f"{picture['evictions']:,} pages evicted",
         f"{picture['work']['preemptions']} preemptions",
     ]
     return " · ".join(parts)

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,13 +51,11 @@ class LiveView:
         counts: Callable[[], dict[str, dict[str, int]]],
         tickets: Callable[[], list[Ticket]],
         sessions: Callable[[], dict[str, PagedSession]],
-        stored: Callable[[], Iterable[weakref.ref[PagedSequence]]],
     ) -> None:
         self._state = state
         self._counts = counts
         self._tickets = tickets
         self._sessions = sessions
-        self._stored = stored
         self._running: dict[int, weakref.ref[PagedSequence]] = {}
         self._watchers = 0
         self._lock = threading.Lock()
@@ -116,10 +114,9 @@ class LiveView:
         noted, shown = self._running, tickets[:MOST_REQUESTS]
         running = {ticket.number: noted[ticket.number] for ticket in tickets if ticket.number in noted}
         named = {ticket.number: running[ticket.number] for ticket in shown if ticket.number in running}
-        stored = list(self._stored())
         sessions = self._sessions()
         maps = {
-            label: page_maps(session, MOST_CELLS // max(1, len(session.pools)), named, stored)
+            label: page_maps(session, MOST_CELLS // max(1, len(session.pools)), named)
             for label, session in sessions.items()
         }
         # A request that is served alone isn't noted: what belongs to nobody else is its.
@@ -135,10 +132,7 @@ class LiveView:
             "tokens_per_second": self._speed(counts["work"]["generated_tokens"]),
             "hit_rate": round(prompt["reused"] / known, 4) if known else None,
             "stored_prompts": state.stored_prompts,
-            "evictions": {
-                "prompts": state.evicted_prompts,
-                "pages": sum(pool.evictions for pool in state.pools.values()),
-            },
+            "evictions": sum(pool.evictions for pool in state.pools.values()),
             "requests_ended": counts["requests"],
             "prompt_tokens": prompt,
             "work": counts["work"],

@@ -41,9 +41,7 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
         self._model = LoadedModel(model_provider)
         self._stored = prompt_cache
         self._limit: int | None = model_provider.cli_args.prompt_cache_bytes
-        self.live = LiveView(
-            self.state, self.metrics.counts, self._line.tickets, lambda: self._model.sessions, self._stored.sequences
-        )
+        self.live = LiveView(self.state, self.metrics.counts, self._line.tickets, lambda: self._model.sessions)
         self._stored.max_bytes = UNLIMITED if self._limit is None else self._limit
         self._stream: Any = None
         self._batch: ServedBatch | None = None
@@ -228,7 +226,7 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
         except Exception as error:
             raise InvalidRequestError(f"the prompt can't be tokenized: {type(error).__name__}: {error}") from None
         if not tokenized[0]:
-            raise InvalidRequestError("the prompt is empty")
+            raise InvalidRequestError("the prompt is empty: it has to have a token at least")
         if self._alone is not None:
             tokens = len(tokenized[0]) + args.max_tokens
             chunk = self.cli_args.prefill_step_size
