@@ -59,3 +59,39 @@ def test_the_command_reference_is_current() -> None:
     code = "import sys; sys.path.insert(0, 'docs'); import commands; print(commands.command_reference(), end='')"
     renewed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert renewed.stdout == read("docs/commands.md")
+
+
+def test_the_figures_are_those_of_the_data() -> None:
+    """If this fails: python docs/figures.py"""
+    code = (
+        "import sys, json; sys.path.insert(0, 'docs'); import figures;"
+        "print(figures.renewed(sys.stdin.read()), end='');"
+        "pictures = figures.charts(json.loads(figures.DATA.read_text()));"
+        "assert all((figures.FOLDER / 'images' / f'{name}.svg').read_text() == svg for name, svg in pictures.items())"
+    )
+    page = read("docs/benchmarks.md")
+    renewed = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, input=page, capture_output=True, text=True, check=True
+    )
+    assert renewed.stdout == page
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    listed = set(re.findall(r"^([\w-]+)$", read("docs/index.md"), re.MULTILINE))
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    assert pages <= listed
+
+
+def test_every_command_is_in_the_reference() -> None:
+    from tinykv_plugin.cli.main import OWN_COMMANDS
+
+    page = read("docs/commands.md")
+    assert [name for name in OWN_COMMANDS if f"\n## tinykv {name}\n" not in page] == []
+
+
+def test_every_metric_is_explained() -> None:
+    source = read("tinykv_plugin/serving/metrics.py")
+    names = set(re.findall(r'"(tinykv_\w+)"', source))
+    page = read("docs/server.md")
+    explained = {name.removesuffix("_total") for name in re.findall(r"`(tinykv_\w+)", page)}
+    assert {name.removesuffix("_total") for name in names} <= explained
