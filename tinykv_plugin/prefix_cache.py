@@ -269,10 +269,7 @@ class PrefixCache:
     def evict(self, count: int) -> int:
         """Free ``count`` pages that nobody else holds, or what there is; returns how many."""
         with self._session.lock:
-            freed = self.index.evict(count)
-        if freed:
-            log.info("%d cached pages evicted", freed)
-        return freed
+            return self.index.evict(count)
 
     def evict_prompt(self) -> bool:
         """Evict the least recently used prompt, up to where others branch off; False if nothing was stored."""
