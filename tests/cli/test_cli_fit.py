@@ -138,7 +138,7 @@ def test_weights_are_those_of_the_files(tinykv: Call, tiny_model_dir: Path) -> N
         (["--memory", "36"], "'36' is less than a machine has; write it like 36GiB"),
         (["--memory", "lots"], "'lots' is not a size such as 4GiB"),
         (["--context", "long"], "'long' is no number of tokens such as 4096 or 32k"),
-        (["--concurrency", "0"], "must be at least 1"),
+        (["--concurrency", "0"], "0 is not a number of at least 1"),
     ],
 )
 def test_wrong_wishes_are_one_line(tinykv: Call, llama_8b: Path, flags: list[str], said: str) -> None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from conftest import ROOT, run
 
 # A user's own project: a provider of its own, and a program that uses it beside the built-in one.

@@ -17,6 +17,7 @@ OWN_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "bench": ("--model", "--quick", "--output", "--compare"),
     "inspect": ("--trust-remote-code", "--memory", "--context", "--concurrency"),
     "plugins": (),
+    "selftest": ("--contexts", "--batches"),
     "top": ("--url", "--once"),
     "completion": SHELLS,
 }

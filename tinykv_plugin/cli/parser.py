@@ -23,7 +23,6 @@ def command_parser(name: str, description: str, *, kv_flags: bool = True) -> arg
 
 def positive(text: str) -> int:
     """A whole number above 0; for argparse."""
-    count = int(text)
-    if count < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return count
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 1")
+    return int(text)
