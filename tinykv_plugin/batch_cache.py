@@ -143,6 +143,7 @@ class BatchPagedKVCache:
         return max((row.offset(self._layer.bit) for row in self._rows), default=0)
 
     def empty(self) -> bool:
+        """Whether no row has a token."""
         return self.size() == 0
 
     @property

@@ -103,6 +103,7 @@ class PagedKVCache:
         return self.offset if window is None else min(self.offset, window)
 
     def empty(self) -> bool:
+        """Whether there is no token yet."""
         return self.offset == 0
 
     @property
@@ -121,6 +122,7 @@ class PagedKVCache:
 
     @classmethod
     def from_state(cls, state: object) -> PagedKVCache:
+        """Not possible: the pages belong to a model's attachment. Raises CacheStateError."""
         raise CacheStateError("a paged cache needs its model; load it with tinykv_plugin.load_prompt_cache(…, kv=…)")
 
     def is_trimmable(self) -> bool:

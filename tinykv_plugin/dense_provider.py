@@ -22,10 +22,12 @@ class DenseSession:
 
     @property
     def plan(self) -> Sequence[LayerPlan]:
+        """Every layer as mlx-lm has it."""
         reason = "cache is set to 'dense'"
         return [LayerPlan(index, "dense", "dense", "mlx-lm", reason) for index in range(len(self._context.own_cache()))]
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
+        """What mlx-lm would have made."""
         own = self._context.own_cache()
         if max_kv_size is None:
             return own
@@ -57,6 +59,7 @@ class DenseProvider:
                 )
 
     def open(self, context: AttachContext) -> CacheSession:
+        """A session that changes nothing."""
         return DenseSession(context)
 
 

@@ -41,6 +41,7 @@ class PagedKVMetadata:
 
     @property
     def page_size(self) -> int:
+        """Tokens in a page."""
         return self.pages.page_size
 
     @property

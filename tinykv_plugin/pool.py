@@ -49,6 +49,7 @@ class Budget:
 
     @property
     def left(self) -> int:
+        """Bytes that may still be booked."""
         return self.total - self.reserved
 
 

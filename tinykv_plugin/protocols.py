@@ -176,13 +176,17 @@ class CacheSession(Protocol):
     """The caches of one attached model."""
 
     @property
-    def plan(self) -> Sequence[LayerPlan]: ...
+    def plan(self) -> Sequence[LayerPlan]:
+        """How each entry of the model's cache list is kept."""
+        ...
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
         """A new request's caches, one per entry of the model's own list. ``max_kv_size`` as in mlx-lm."""
         ...
 
-    def stats(self) -> PoolStats: ...
+    def stats(self) -> PoolStats:
+        """Pages and bytes right now."""
+        ...
 
     def check(self) -> None:
         """Raise :class:`~tinykv_plugin.errors.InvariantError` at the first broken invariant."""

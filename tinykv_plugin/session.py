@@ -104,6 +104,7 @@ class PagedSession:
 
     @property
     def plan(self) -> Sequence[LayerPlan]:
+        """One line per entry of the model's cache list."""
         return self._plan.lines
 
     @property
@@ -307,16 +308,19 @@ class PagedSession:
             self.collect_abandoned()
 
     def stats(self) -> PoolStats:
+        """Pages and bytes right now; may be asked from any thread."""
         with self.lock:
             self._settle()
             return collect(self)
 
     def check(self) -> None:
+        """Raise InvariantError at the first broken invariant."""
         with self.lock:
             self._settle()
             audit(self)
 
     def close(self) -> None:
+        """Refuse further use of the caches."""
         self.prefix.close()
         self.closed = True
 

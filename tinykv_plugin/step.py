@@ -84,9 +84,11 @@ class GroupStep:
         return self._rows().host
 
     def context_lens_array(self) -> mx.array:
+        """``context_lens`` as int32 ``(rows,)``."""
         return self.cached("context_lens", lambda: int32(self.context_lens))
 
     def query_lens_array(self) -> mx.array:
+        """``query_lens`` as int32 ``(rows,)``."""
         return self.cached("query_lens", lambda: int32(self.query_lens))
 
     def slot_mapping(self) -> mx.array:

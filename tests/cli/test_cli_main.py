@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -48,11 +49,25 @@ def test_commands_with_max_kv_size_are_those_that_have_the_flag(tinykv: Call) ->
     assert found == WITH_MAX_KV_SIZE
 
 
-def test_version_says_what_a_bug_report_needs(tinykv: Call) -> None:
+def test_version_says_what_a_bug_report_needs(tinykv: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
     done = tinykv("--version")
     assert done.code == 0
     lines = dict(line.split(": ", 1) for line in done.out.splitlines())
-    assert {"tinykv-plugin", "mlx", "mlx-lm", "python", "platform", "device", "backends", "blas"} == set(lines)
+    assert list(lines) == [
+        *("tinykv-plugin", "mlx", "mlx-lm", "python", "platform", "device", "memory", "backends", "other plugins"),
+        *("settings", "blas"),
+    ]
+    assert lines["settings"] == "the defaults"
+    assert "GiB, for a model" in lines["memory"]
+    if importlib.util.find_spec("tinykv_example"):
+        assert "example (tinykv-example 1.2.3)" in lines["other plugins"]
+    (tmp_path / "tinykv.toml").write_text("page_size = 64", encoding="utf-8")
+    assert "settings: page_size = 64\n" in tinykv("--version").out
+    monkeypatch.setenv("TINYKV_MEMORY", "much")
+    assert "settings: memory: 'much' is not allowed (from the environment variable TINYKV_MEMORY)" in (
+        tinykv("--version").out
+    )
     assert lines["device"].startswith(("cpu", "gpu"))
     assert "gather" in lines["backends"]
 

@@ -46,6 +46,7 @@ class Outcome:
     samples: list[tuple[float, int]]
 
     def row(self) -> dict[str, float]:
+        """The figures of a table's row, by name."""
         generated = sum(map(len, self.answers))
         waits = sorted(self.first)
         return {

@@ -26,6 +26,7 @@ class GroupSize:
 
     @property
     def token_bytes(self) -> float:
+        """Bytes of a token over all layers of the group."""
         return self.page_bytes / self.page_size
 
     def pages(self, tokens: int) -> int:

@@ -44,6 +44,7 @@ class Sample:
 
     @property
     def spec(self) -> LayerSpec:
+        """The shapes of K and V."""
         request = self.request
         spec = LayerSpec(request.kv_heads, request.key_dim, request.value_dim, request.dtype, request.dtype)
         return replace(spec, keys=request.keys, values=request.values)
