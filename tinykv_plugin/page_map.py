@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from .pages import LayerSpec
     from .pool import PagePool
     from .sequence import PagedSequence
     from .session import PagedSession
@@ -27,6 +28,7 @@ OTHERS = -1
 class PoolMap:
     """The pages of one cache group, in order, ``per_cell`` to a cell.
 
+    ``storage`` says how K/V are stored, such as "float16"; ``quantized`` whether in fewer bits than the model's.
     ``counts``, uint32 ``(len(STATES), cells)``: pages of each state in each cell. ``masks`` and ``pages_of`` say for
     each key which cells (bool, ``(cells,)``) and how many pages its sequences hold.
     """
@@ -35,6 +37,8 @@ class PoolMap:
     layers: int
     page_size: int
     page_bytes: int
+    storage: str
+    quantized: bool
     pages: int
     per_cell: int
     counts: NDArray[np.uint32]
@@ -69,8 +73,23 @@ def page_maps(
     with session.lock:
         session.collect_abandoned()
         books = [_copy(session, group, pool, named) for group, pool in enumerate(session.pools)]
-        about = [(pool.name, len(pool.layers), pool.page_size, pool.page_bytes) for pool in session.pools]
-    return [_draw(*facts, book, cells) for facts, book in zip(about, books, strict=True)]
+        about = [
+            (pool.name, len(pool.layers), pool.page_size, pool.page_bytes, *_storage(pool)) for pool in session.pools
+        ]
+    return [PoolMap(*facts, *_draw(book, cells)) for facts, book in zip(about, books, strict=True)]
+
+
+def _storage(pool: PagePool) -> tuple[str, bool]:
+    """How a pool's layers store K and V, and whether in fewer bits than the model makes them."""
+    specs = [pages.spec for pages in pool.layers.values()]
+    names = dict.fromkeys(_stored_as(spec) for spec in specs)
+    quantized = any(getattr(spec, side, None) is not None for spec in specs for side in ("keys", "values"))
+    return "; ".join(names), quantized
+
+
+def _stored_as(spec: LayerSpec) -> str:
+    in_words = getattr(spec, "storage", None)
+    return str(in_words()) if in_words is not None else str(spec.dtype).removeprefix("mlx.core.")
 
 
 def _copy(
@@ -88,7 +107,10 @@ def _copy(
     return _Books(pool.allocator.capacity, pool.allocator.ref_counts(), list(tables.values()))
 
 
-def _draw(group: str, layers: int, page_size: int, page_bytes: int, books: _Books, cells: int) -> PoolMap:
+def _draw(
+    books: _Books, cells: int
+) -> tuple[int, int, NDArray[np.uint32], dict[int, NDArray[np.bool_]], dict[int, int]]:
+    """The fields of a :class:`PoolMap` from ``pages`` on."""
     per_cell = max(1, -(-books.capacity // cells))
     length = -(-books.capacity // per_cell)
     holders = np.zeros(length * per_cell, np.int32)
@@ -111,4 +133,4 @@ def _draw(group: str, layers: int, page_size: int, page_bytes: int, books: _Book
     states[books.capacity :] = len(STATES)
     split = states.reshape(length, per_cell)
     counts = np.stack([(split == state).sum(axis=1, dtype=np.uint32) for state in range(len(STATES))])
-    return PoolMap(group, layers, page_size, page_bytes, books.capacity, per_cell, counts, masks, pages_of)
+    return books.capacity, per_cell, counts, masks, pages_of

@@ -28,6 +28,8 @@ def a_picture(**changes: Any) -> dict[str, Any]:
         "layers": 4,
         "page_size": 32,
         "page_bytes": 65536,
+        "storage": "float16",
+        "quantized": False,
         "pages": 10,
         "per_cell": 1,
         "states": [4, 3, 1, 2],
@@ -84,7 +86,7 @@ def test_everything_is_in_the_picture() -> None:
     out = printed(a_picture())
     assert "some/model · 1 running · 2 waiting · 12.3 tokens/s · 25% of prompt tokens reused · 3 pages evicted" in out
     assert "384 KiB used, 640 KiB reserved of 1.00 MiB, 12% of the used slots empty" in out
-    assert "full, 4 layers, 10 pages of 32 tokens (64.0 KiB)" in out
+    assert "full, 4 layers, 10 pages of 32 tokens (64.0 KiB, float16)" in out
     assert "UUUSCC...." in out
     assert ". free 4   U used 3   S shared 1   C cached 2" in out
     (row,) = (line.split() for line in out.splitlines() if line.startswith("7 "))

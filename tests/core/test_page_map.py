@@ -103,6 +103,7 @@ def test_windows_have_a_map_of_their_own(tiny_llama: Make) -> None:
             row = write(model, cache, 4)
         full, window = page_maps(kv.session, 1000, {1: weakref.ref(row)})
         assert (full.group, window.group) == ("full", "window 8")
+        assert (full.layers, full.page_size, full.storage, full.quantized) == (2, 4, "float32", False)
         assert (full.pages_of, window.pages_of) == ({1: 10}, {1: len(row.tables[1].live_pages())})
         assert window.pages_of[1] < 10
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 from tinykv_plugin import errors
@@ -95,3 +96,17 @@ def test_every_metric_is_explained() -> None:
     page = read("docs/server.md")
     explained = {name.removesuffix("_total") for name in re.findall(r"`(tinykv_\w+)", page)}
     assert {name.removesuffix("_total") for name in names} <= explained
+
+
+def test_ci_pins_what_is_asked_for() -> None:
+    """If this fails: python .ci/pin.py > .ci/constraints.txt, in an environment with all dependency groups."""
+    from packaging.requirements import Requirement
+
+    pins = dict(line.split("==") for line in read(".ci/constraints.txt").splitlines() if not line.startswith("#"))
+    project = tomllib.loads(read("pyproject.toml"))
+    lists = [project["project"]["dependencies"], *project["dependency-groups"].values()]
+    asked = [Requirement(line) for lines in lists for line in lines if isinstance(line, str)]
+    known = [requirement for requirement in asked if requirement.name in pins]
+    assert len(known) >= 25
+    assert [str(one) for one in known if not one.specifier.contains(pins[one.name], prereleases=True)] == []
+    assert 'PIP_CONSTRAINT="$PWD/.ci/constraints.txt"' in read(".ci/run")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from served import KEPT_THREADS, Server, request, wait_until, words
 
+from tinykv_plugin import page_map
 from tinykv_plugin.serving import live
 
 Serve = Callable[..., Server]
@@ -68,16 +69,18 @@ def text(browser: Driver, selector: str) -> str:
     return str(find(browser, selector).text)
 
 
-def pixel(browser: Driver, cell: int) -> str:
-    """The colour of the middle of a cell of the first map, as ``#rrggbb``."""
+def pixel(browser: Driver, cell: int, right: float = 0.5, down: float = 0.5) -> str:
+    """The colour of a place, by default the middle, in a cell of the first map, as ``#rrggbb``."""
     return str(
         browser.execute_script(
             """const [map] = maps.values(), scale = devicePixelRatio || 1;
-            const x = (arguments[0] % map.columns + .5) * map.side * scale;
-            const y = (Math.floor(arguments[0] / map.columns) + .5) * map.side * scale;
+            const x = (arguments[0] % map.columns + arguments[1]) * map.side * scale;
+            const y = (Math.floor(arguments[0] / map.columns) + arguments[2]) * map.side * scale;
             const [r, g, b] = map.canvas.getContext("2d").getImageData(x, y, 1, 1).data;
             return "#" + [r, g, b].map(part => part.toString(16).padStart(2, "0")).join("");""",
             cell,
+            right,
+            down,
         )
     )
 
@@ -162,6 +165,20 @@ def test_many_pages_share_cells(opened: Any, browser: Driver, monkeypatch: pytes
         find(browser, "#pause").click()
 
 
+def test_pages_of_quantized_numbers_lack_a_corner(
+    opened: Any, browser: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_map, "_storage", lambda pool: ("8 bits", True))
+    server = opened(max_pages=500)
+    server.complete(words(40), max_tokens=4)
+    wait_until(lambda: text(browser, "#n3") == "11", what="cached pages")
+    assert text(browser, "#packed") == "quantized 11"
+    assert ", 8 bits)" in text(browser, "figcaption")
+    assert pixel(browser, 0) == colour(browser, "cached")
+    assert pixel(browser, 0, 0.85, 0.15) == expanded(colour(browser, "panel"))
+    assert pixel(browser, 60, 0.85, 0.15) == colour(browser, "free")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_is_readable_in_both_schemes(opened: Any, browser: Driver, scheme: str) -> None:
     features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
@@ -215,10 +232,15 @@ def rows(browser: Driver) -> list[Any]:
     return list(browser.find_elements("css selector", "#rows tr"))
 
 
+def expanded(colour: str) -> str:
+    """``#rgb`` as ``#rrggbb``."""
+    digits = colour.removeprefix("#")
+    return "#" + ("".join(2 * digit for digit in digits) if len(digits) == 3 else digits)
+
+
 def luminance(colour: str) -> float:
     """WCAG's relative luminance of ``#rgb`` or ``#rrggbb``."""
-    digits = colour.removeprefix("#")
-    digits = "".join(2 * digit for digit in digits) if len(digits) == 3 else digits
+    digits = expanded(colour).removeprefix("#")
     parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

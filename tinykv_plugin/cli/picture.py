@@ -126,5 +126,5 @@ def _caption(label: str, group: dict[str, Any]) -> str:
     owner = "" if label == "main" else f"{label}: "
     return (
         f"{owner}{group['name']}, {group['layers']} layers, {group['pages']:,} pages of {group['page_size']} tokens "
-        f"({format_bytes(group['page_bytes'])}){per_cell}"
+        f"({format_bytes(group['page_bytes'])}, {group['storage']}){per_cell}"
     )

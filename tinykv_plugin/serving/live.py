@@ -170,6 +170,8 @@ def _drawn(pool: PoolMap) -> dict[str, Any]:
         "layers": pool.layers,
         "page_size": pool.page_size,
         "page_bytes": pool.page_bytes,
+        "storage": pool.storage,
+        "quantized": pool.quantized,
         "pages": pool.pages,
         "per_cell": pool.per_cell,
         "states": [int(count) for count in pool.counts.sum(axis=1)],
