@@ -108,6 +108,17 @@ def test_windows_have_a_map_of_their_own(tiny_llama: Make) -> None:
         assert window.pages_of[1] < 10
 
 
+def test_quantized_pages_say_so(tiny_llama: Make) -> None:
+    model = tiny_llama(head_dim=32)
+    with tinykv.attach(model, page_size=4, bits=8) as kv:
+        cache = make_prompt_cache(model)
+        write(model, cache, 5)
+        (pool,) = page_maps(kv.session, 1000, {})
+        assert pool.quantized
+        assert "8" in pool.storage
+        assert pool.page_bytes == kv.groups[0].page_bytes
+
+
 def test_many_pages_are_drawn_in_few_cells(tiny_llama: Make) -> None:
     model = tiny_llama(num_hidden_layers=1)
     with tinykv.attach(model, page_size=1) as kv:
