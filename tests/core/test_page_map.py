@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import tinykv_plugin as tinykv
 from tinykv_plugin.page_map import CACHED, FREE, OTHERS, SHARED, USED, PoolMap, page_maps
+from tinykv_plugin.stats import collect
 
 Make = Callable[..., Any]
 
@@ -146,6 +147,7 @@ def test_a_million_pages_are_looked_at_in_bounded_time(tiny_llama: Make) -> None
         try:
             start = time.perf_counter()
             (drawn,) = page_maps(session, 2048, {index: weakref.ref(row) for index, row in enumerate(rows)})
+            assert collect(session).pages_used == 900_010
             assert time.perf_counter() - start < 2
             assert drawn.counts.shape[1] <= 2048
             assert drawn.counts[USED].sum() == 900_010

@@ -111,7 +111,9 @@ def _this_machine() -> Machine:
 
 
 def _label(path: Path) -> str:
-    return model_label(path if path.is_dir() else path.resolve().parent)
+    if path.is_dir():
+        return model_label(path)
+    return model_label(path.resolve().parent) if path.name == "config.json" else path.stem
 
 
 def plan_table(plan: Sequence[LayerPlan], label: str) -> Table:
