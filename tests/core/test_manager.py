@@ -22,7 +22,7 @@ from tinykv_plugin.hookspecs import hookimpl
 def backend(name, direct=False, priority=0):
     return SimpleNamespace(
         name=name, direct=direct, priority=priority,
-        **dict.fromkeys(["supports", "resize", "write", "copy_pages", "attend", "dense"], print),
+        **dict.fromkeys(["supports", "resize", "write", "copy_pages", "attend", "dense", "stored"], print),
     )
 
 @hookimpl
@@ -267,7 +267,7 @@ def test_the_default_manager_finds_what_is_installed() -> None:
     assert manager is default_manager()
     ours = {info.name: info for info in manager.plugins if info.distribution == "tinykv-plugin"}
     assert {name: info.problem for name, info in ours.items()} == dict.fromkeys(
-        ["paged", "dense", "gather", "general"], ""
+        ["paged", "dense", "gather", "general", "metal"], ""
     )
     assert manager.provider("paged").name == "paged"
     assert manager.provider("dense").name == "dense"
