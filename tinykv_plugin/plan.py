@@ -10,7 +10,7 @@ from typing import Any
 from . import layout
 from .kv_format import KVFormat
 from .layer import PagedLayer
-from .protocols import AttachContext, AttentionBackend, LayerChoice, LayerPlan
+from .protocols import AttachContext, AttentionBackend, ConfigurableBackend, LayerChoice, LayerPlan
 from .trace import trace
 
 log = logging.getLogger("tinykv")
@@ -42,6 +42,9 @@ class CachePlan:
 def make_plan(context: AttachContext) -> CachePlan:
     """Ask the adapter, trace the model, choose backends. Raises ConfigError if its K/V can't be stored as asked."""
     kv_format = KVFormat.of(context.config)
+    for backend in context.backends:
+        if isinstance(backend, ConfigurableBackend):
+            backend.configure(context.config)
     own = context.own_cache()
     choices = list(context.adapter.choose(context.model, layout.leaves(own)))
     traced = trace(context.model, context.own_cache, choices, context.config.page_size)

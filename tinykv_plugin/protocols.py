@@ -138,6 +138,15 @@ class TriedBackend(AttentionBackend, Protocol):
 
 
 @runtime_checkable
+class ConfigurableBackend(AttentionBackend, Protocol):
+    """A backend that looks at the settings of the attachments it serves."""
+
+    def configure(self, config: KVCacheConfig) -> None:
+        """Called before a model's layers are planned."""
+        ...
+
+
+@runtime_checkable
 class GatheringBackend(AttentionBackend, Protocol):
     """The backend of last resort: supports every request, and copies pages together for models that need arrays."""
 

@@ -388,14 +388,14 @@ class PagedSession:
             return
         layers = [pages for pool in self.pools for pages in pool.layers.values()]
         try:
-            mx.eval([pages.state() for pages in layers])
+            mx.eval([[*pages.state(), pages.last_read] for pages in layers])
         except RuntimeError as error:
             raise CacheStateError(
                 f"another thread is in the middle of a step of this model ({error}); "
                 f"let it finish (mx.eval its output) before this thread uses the model"
             ) from None
         for pages in layers:
-            pages.last_read = None  # that thread's, which can't be used here
+            pages.last_read = None  # that thread's, and over
         self._thread = thread
 
 
