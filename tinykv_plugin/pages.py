@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -31,8 +31,8 @@ class LayerSpec:
     value_dim: int
     dtype: mx.Dtype
     value_dtype: mx.Dtype
-    keys: Affine | None = None
-    values: Affine | None = None
+    keys: Affine | None = field(default=None, repr=False)
+    values: Affine | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, keys: mx.array, values: mx.array) -> LayerSpec:
