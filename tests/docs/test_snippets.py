@@ -86,7 +86,8 @@ def test_snippets_run(document: Path, workplace: Path) -> None:
             done = set() if snippet.expected is not None else DONE
             todo = [command for command in commands(snippet) if command not in NOT_RUN and command not in done]
             printed = "".join(run_command(command, place) for command in todo)
-            DONE.update(todo)
+            # Others depend on what is in the folder.
+            DONE.update(command for command in todo if command.startswith("tinykv ") and "&" not in command)
         elif snippet.language == "toml" and snippet.code.startswith("# tinykv.toml\n"):
             KVCacheConfig(**tomllib.loads(snippet.code))
             continue
