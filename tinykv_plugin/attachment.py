@@ -15,7 +15,7 @@ from . import dispatch
 from .config import KVCacheConfig
 from .errors import CacheStateError, ConfigError
 from .manager import PluginManager, default_manager
-from .protocols import AttachContext, CacheSession, LayerPlan
+from .protocols import AttachContext, CacheSession, LayerPlan, ReplacingAdapter
 from .session import GroupInfo, PagedSession
 from .stats import PoolStats
 
@@ -61,14 +61,17 @@ class Attachment:
         )
         self._session: CacheSession | None = None
         self._attached = True
-        self._modules = list(self._context.adapter.attention_modules(model))
+        adapter = self._context.adapter
+        self._replaced = [dispatch.attention_of(module) for module in adapter.attention_modules(model)]
+        if isinstance(adapter, ReplacingAdapter):
+            self._replaced += adapter.replacements(model)
         with _lock:
             self._make_cache = self.make_cache
             # Another attachment of this model, or a script, may have set the attribute: it is put back at detach.
             self._previous = vars(model).get(_HOOK, _MISSING)
             object.__setattr__(model, _HOOK, self._make_cache)
-            for module in self._modules:
-                dispatch.install(module, self)
+            for replacement in self._replaced:
+                dispatch.install(replacement, self)
             _live.add(self)
 
     @property
@@ -128,8 +131,8 @@ class Attachment:
                 for other in _live:
                     if other.model is self.model and other._previous is self._make_cache:
                         other._previous = self._previous
-            for module in self._modules:
-                dispatch.remove(module, self)
+            for replacement in self._replaced:
+                dispatch.remove(replacement, self)
             if self._session is not None:
                 self._session.close()
             _live.discard(self)

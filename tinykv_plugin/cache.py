@@ -10,24 +10,27 @@ import mlx.core as mx
 from .batch_cache import BatchPagedKVCache
 from .errors import CacheStateError
 from .masks import sequence_mask
-from .metadata import PagedKV, PagedMask
+from .metadata import PagedMask
 from .sequence import PagedSequence
+from .view import LayerView
 
 if TYPE_CHECKING:
     from .layer import PagedLayer
     from .session import PagedSession
 
 
-class PagedKVCache:
+class PagedKVCache(LayerView):
     """One layer's view of a PagedSequence; takes the place of mlx-lm's KVCache and RotatingKVCache.
 
     ``copy.deepcopy`` is a fork that shares every page until one side writes.
     """
 
     def __init__(self, session: PagedSession, layer: PagedLayer, row: PagedSequence) -> None:
-        self._session = session
-        self._layer = layer
+        super().__init__(session, layer)
         self._row = row
+
+    def _current_rows(self) -> Sequence[PagedSequence]:
+        return (self._row,)
 
     @property
     def offset(self) -> int:
@@ -61,9 +64,7 @@ class PagedKVCache:
             elif step.width != count:
                 raise CacheStateError(f"layer {layer.index} writes {count} tokens where others wrote {step.width}")
             metadata = session.write(layer, step, keys, values)
-        if layer.handles:
-            return PagedKV(layer, metadata, "keys"), PagedKV(layer, metadata, "values")
-        return session.gather.dense(metadata)
+        return self._hand_out(metadata)
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -74,7 +75,8 @@ class PagedKVCache:
             # This layer has written in a pass that others never finished: a new pass begins.
             with self._session.lock:
                 row.heal()
-        return sequence_mask(N, row.offset(bit), self.window, self._layer.handles, return_array, window_size)
+        layer = self._layer
+        return sequence_mask(N, row.offset(bit), self.window, layer.handles, return_array, window_size, layer.chunk)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Copies of the tokens held, ``(1, kv_heads, tokens, head_dim)``; with a window only those it still holds."""

@@ -1,4 +1,4 @@
-"""Attention dispatch: a model module's ``scaled_dot_product_attention`` sends PagedKV handles to their backend."""
+"""Functions of mlx-lm's model code, replaced while somebody needs it; above all its attention function."""
 
 from __future__ import annotations
 
@@ -6,40 +6,68 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from .layer import attend_handles
 from .metadata import PagedKV
+from .protocols import Replacement
 
 NAME = "scaled_dot_product_attention"
 
+_MISSING = object()
+
+
+@dataclass
+class _Installed:
+    """``own`` is what the owner itself had (a class may inherit the function), ``users`` who wants ours.
+
+    Users are held weakly: a model may be dropped attached.
+    """
+
+    own: Any
+    ours: Callable[..., Any]
+    users: weakref.WeakSet[Any]
+
+
 _lock = threading.Lock()
-# Module to (its own function, our dispatcher, who wants it). Users are held weakly: a model may be dropped attached.
-_installed: dict[ModuleType, tuple[Callable[..., Any], Callable[..., Any], weakref.WeakSet[Any]]] = {}
+_installed: dict[tuple[ModuleType | type, str], _Installed] = {}
 
 
-def install(module: ModuleType, user: Any) -> None:
-    """Replace the global name in ``module`` by a dispatcher, until ``user`` and all others call :func:`remove`."""
+def attention_of(module: ModuleType) -> Replacement:
+    """The replacement of ``scaled_dot_product_attention`` in a model's module: handles go to their backend."""
+    return Replacement(module, NAME, _dispatcher)
+
+
+def install(replacement: Replacement, user: Any) -> None:
+    """Put the new function in place until ``user`` and all others call :func:`remove`."""
+    owner, name = replacement.owner, replacement.name
     with _lock:
-        if module not in _installed:
-            original = getattr(module, NAME)
-            dispatcher = _dispatcher(original)
-            setattr(module, NAME, dispatcher)
-            _installed[module] = (original, dispatcher, weakref.WeakSet())
-        _installed[module][2].add(user)
+        installed = _installed.get((owner, name))
+        if installed is None:
+            own = vars(owner).get(name, _MISSING)
+            ours = replacement.make(getattr(owner, name))
+            setattr(owner, name, ours)
+            installed = _installed[owner, name] = _Installed(own, ours, weakref.WeakSet())
+        installed.users.add(user)
 
 
-def remove(module: ModuleType, user: Any) -> None:
-    """Undo the :func:`install` of ``user``; the last one restores the module, unless somebody replaced it since."""
+def remove(replacement: Replacement, user: Any) -> None:
+    """Undo the :func:`install` of ``user``; the last one restores the owner, unless somebody replaced it since."""
+    owner, name = replacement.owner, replacement.name
     with _lock:
-        original, dispatcher, users = _installed[module]
-        users.discard(user)
-        if users:
+        installed = _installed[owner, name]
+        installed.users.discard(user)
+        if installed.users:
             return
-        del _installed[module]
-        if getattr(module, NAME) is dispatcher:
-            setattr(module, NAME, original)
+        del _installed[owner, name]
+        if vars(owner).get(name) is not installed.ours:
+            return
+        if installed.own is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, installed.own)
 
 
 def _dispatcher(original: Callable[..., Any]) -> Callable[..., Any]:

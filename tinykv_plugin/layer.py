@@ -43,7 +43,16 @@ class PagedLayer:
         self.spec = spec
         self.pages: LayerPages | None = None
         self.backends: Sequence[AttentionBackend] = ()
-        self._readers: dict[tuple[int, MaskKind, bool, int], AttentionBackend] = {}
+        self._readers: dict[tuple[object, ...], AttentionBackend] = {}
+
+    @property
+    def chunk(self) -> int | None:
+        """Positions of a chunk, if a query sees its own chunk only."""
+        return self.choice.window if self.choice.kind == "chunked" else None
+
+    def handed_out(self, metadata: PagedKVMetadata) -> tuple[PagedKV, PagedKV]:
+        """The handles of a step."""
+        return PagedKV(self, metadata, "keys"), PagedKV(self, metadata, "values")
 
     def state(self) -> list[Any]:
         """What mlx-lm evaluates as a cache's ``state``: it forces every write to this layer, and can't be saved."""
@@ -63,21 +72,27 @@ class PagedLayer:
         scale: float,
         mask: mx.array | str | PagedMask | None,
         sinks: mx.array | None,
+        softcap: float | None = None,
     ) -> mx.array:
         """Attention over this layer's pages by the best backend that supports the call."""
-        kind: MaskKind = "none" if mask is None else mask_kind(mask)
+        kind = mask_kind(mask)
+        chunk = mask.chunk if isinstance(mask, PagedMask) else None
         length = queries.shape[2]
-        key = (length if length <= 8 else 9, kind, sinks is not None, metadata.step.keep)
+        key = (length if length <= 8 else 9, kind, sinks is not None, metadata.step.keep, softcap, chunk)
         reader = self._readers.get(key)
         if reader is None:
-            reader = self._readers[key] = self._choose(queries, metadata, kind, sinks is not None)[0]
-        return reader.attend(queries, metadata, scale=scale, mask=mask, sinks=sinks)
+            request = self._request(queries, metadata, kind, sinks is not None, softcap, chunk)
+            reader = self._readers[key] = self.choose_reader(request)[0]
+        # Only passed on where it is needed: a backend that doesn't know it is not sent it.
+        more = {} if softcap is None else {"softcap": softcap}
+        return reader.attend(queries, metadata, scale=scale, mask=mask, sinks=sinks, **more)
 
     def choose_reader(self, request: AttentionRequest) -> tuple[AttentionBackend, list[str]]:
         """The first backend that supports ``request``, and why those before it don't."""
         refusals: list[str] = []
         for backend in self.backends:
-            reasons = backend.supports(request)
+            unknown = request.features - set(getattr(backend, "features", ()))
+            reasons = [f"{name} is not supported" for name in sorted(unknown)] or backend.supports(request)
             if not reasons:
                 return backend, refusals
             refusals.append(f"{backend.name}: {', '.join(reasons)}")
@@ -95,29 +110,35 @@ class PagedLayer:
                 reason = "no backend that reads pages directly is installed or chosen"
         return LayerPlan(self.index, self.choice.kind, attention, backend, reason, self.choice.window)
 
-    def _choose(
-        self, queries: mx.array, metadata: PagedKVMetadata, kind: MaskKind, sinks: bool
-    ) -> tuple[AttentionBackend, list[str]]:
+    def _request(
+        self,
+        queries: mx.array,
+        metadata: PagedKVMetadata,
+        kind: MaskKind,
+        sinks: bool,
+        softcap: float | None,
+        chunk: int | None,
+    ) -> AttentionRequest:
         spec = metadata.pages.spec
-        return self.choose_reader(
-            AttentionRequest(
-                query_heads=queries.shape[1],
-                kv_heads=spec.kv_heads,
-                key_dim=spec.key_dim,
-                value_dim=spec.value_dim,
-                dtype=spec.dtype,
-                page_size=metadata.page_size,
-                query_len=queries.shape[2],
-                mask=kind,
-                window=metadata.window,
-                keep=metadata.keep,
-                sinks=sinks,
-            )
+        return AttentionRequest(
+            query_heads=queries.shape[1],
+            kv_heads=spec.kv_heads,
+            key_dim=spec.key_dim,
+            value_dim=spec.value_dim,
+            dtype=spec.dtype,
+            page_size=metadata.page_size,
+            query_len=queries.shape[2],
+            mask=kind,
+            window=metadata.window,
+            keep=metadata.keep,
+            sinks=sinks,
+            softcap=softcap,
+            chunk=chunk,
         )
 
 
 def mask_kind(mask: object) -> MaskKind:
-    """How a backend has to treat ``mask``; a PagedMask is causal within its window."""
+    """How a backend has to treat ``mask``; a PagedMask is causal within its window or chunk."""
     if mask is None:
         return "none"
     if isinstance(mask, str | PagedMask):
@@ -133,11 +154,16 @@ def attend_handles(
     scale: float = 1.0,
     mask: mx.array | str | PagedMask | None = None,
     sinks: mx.array | None = None,
+    softcap: float | None = None,
 ) -> mx.array:
     """mlx-lm's ``scaled_dot_product_attention`` for handles. ``cache`` is not needed: the handle knows its pages.
 
-    Raises HandleTouchedError if keys and values don't belong together.
+    Raises HandleTouchedError if keys and values don't belong together, or were cast to what the queries are not.
     """
     if type(values) is not PagedKV or values.metadata is not keys.metadata:
         raise HandleTouchedError(keys.layer.index, "keys and values of different origin in attention")
-    return keys.layer.attend(queries, keys.metadata, scale=scale, mask=mask, sinks=sinks)  # type: ignore[no-any-return]
+    if any(cast is not None and cast != queries.dtype for cast in (keys.cast, values.cast)):
+        raise HandleTouchedError(keys.layer.index, "keys or values in another dtype than the queries'")
+    more = {} if softcap is None else {"softcap": softcap}
+    out: mx.array = keys.layer.attend(queries, keys.metadata, scale=scale, mask=mask, sinks=sinks, **more)
+    return out

@@ -33,10 +33,11 @@ class LayerPages:
     Nothing but this object may hold the arrays: mlx writes in place only into an array with one holder, and copies
     the whole pool otherwise. A backend that writes in place by its own primitive sets ``written``, a small array
     that a later read must depend on, and keeps ``keys`` and ``values``; ``last_read`` is the latest attention output,
-    for a backend that must order a write after a pending read.
+    for a backend that must order a write after a pending read. ``due`` are arrays that a model wants evaluated with
+    this layer's next write.
     """
 
-    __slots__ = ("keys", "last_read", "page_size", "spec", "values", "written")
+    __slots__ = ("due", "keys", "last_read", "page_size", "spec", "values", "written")
 
     def __init__(self, spec: LayerSpec, page_size: int) -> None:
         self.spec = spec
@@ -45,6 +46,7 @@ class LayerPages:
         self.values: mx.array | None = None
         self.written: mx.array | None = None
         self.last_read: mx.array | None = None
+        self.due: list[mx.array] = []
 
     @property
     def num_pages(self) -> int:
@@ -92,4 +94,15 @@ class LayerPages:
 
     def state(self) -> list[mx.array]:
         """Arrays whose evaluation forces every write so far."""
-        return [array for array in (self.keys, self.values, self.written) if array is not None]
+        return [*(array for array in (self.keys, self.values, self.written) if array is not None), *self.due]
+
+    def marker(self) -> mx.array:
+        """An empty array whose evaluation forces every write so far."""
+        return mx.depends(mx.zeros((0,)), self.state()) if self.state() else mx.zeros((0,))
+
+    def take_due(self, keys: mx.array) -> mx.array:
+        """``keys`` about to be written, after what is due."""
+        if self.due:
+            keys = mx.depends(keys, self.due)
+            self.due = []
+        return keys

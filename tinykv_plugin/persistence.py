@@ -17,6 +17,7 @@ from .errors import CacheStateError, PromptCacheFileError
 from .pages import LayerSpec
 from .restore import HeldTokens, fill
 from .session import KEPT_TOKENS, PagedSession
+from .unused import UnusedCache
 
 if TYPE_CHECKING:
     from .attachment import Attachment
@@ -30,7 +31,7 @@ def save_prompt_cache(file_name: str | os.PathLike[str], cache: Sequence[Any], m
     """
     dense = layout.replace_leaves(
         cache,
-        {index: _dense(leaf) for index, leaf in enumerate(layout.leaves(cache)) if isinstance(leaf, PagedKVCache)},
+        {index: _dense(leaf) for index, leaf in enumerate(layout.leaves(cache))},
     )
     path = Path(file_name)
     # mlx appends the suffix to a name without it, so the temporary name carries it too.
@@ -85,6 +86,8 @@ def adopt(cache: list[Any], kv: Attachment, source: object = "this prompt cache"
         if isinstance(target, PagedKVCache):
             held[index] = _held(leaf, target, index, source)
             lengths.add(int(leaf.offset))
+        elif isinstance(target, UnusedCache) and leaf.empty():
+            continue
         elif type(leaf) is not type(target):
             raise PromptCacheFileError(
                 source, f"layer {index} is a {type(leaf).__name__}, the model's is a {type(target).__name__}"
@@ -99,7 +102,7 @@ def adopt(cache: list[Any], kv: Attachment, source: object = "this prompt cache"
             except CacheStateError as error:
                 raise PromptCacheFileError(source, str(error)) from None
         mx.eval([leaf.state for leaf in expected if isinstance(leaf, PagedKVCache)])
-    kept = {i: leaf for i, leaf in enumerate(own) if not isinstance(expected[i], PagedKVCache)}
+    kept = {i: leaf for i, leaf in enumerate(own) if not isinstance(expected[i], PagedKVCache | UnusedCache)}
     cache[:] = layout.replace_leaves(paged, kept)
 
 
@@ -108,18 +111,26 @@ def _is_limited(leaf: Any) -> bool:
     return type(leaf) is mlx_cache.RotatingKVCache and leaf.keep == KEPT_TOKENS
 
 
-def _dense(leaf: PagedKVCache) -> Any:
-    """A paged cache's tokens in the class mlx-lm would have used."""
+def _dense(leaf: Any) -> Any:
+    """A paged cache's tokens in the class mlx-lm would have used; other caches as they are."""
+    if isinstance(leaf, UnusedCache):
+        return leaf.stock()
+    if not isinstance(leaf, PagedKVCache):
+        return leaf
     retention = leaf._row.tables[leaf._layer.group].retention
     dense: Any
-    if retention.window is None:
+    if leaf._layer.chunk is not None:
+        dense = mlx_cache.ChunkedKVCache(leaf._layer.chunk)
+    elif retention.window is None:
         dense = mlx_cache.KVCache()
     else:
         dense = mlx_cache.RotatingKVCache(max_size=retention.window, keep=retention.keep)
     if not leaf.empty():
         dense.keys, dense.values = leaf.keys_and_values()
         dense.offset = leaf.offset
-        if retention.window is not None:
+        if leaf._layer.chunk is not None:
+            dense.start_position = leaf.offset - dense.keys.shape[2]
+        elif retention.window is not None:
             dense._idx = dense.keys.shape[2]
     return dense
 
@@ -140,7 +151,11 @@ def _held(leaf: Any, target: PagedKVCache, index: int, source: object) -> HeldTo
         raise PromptCacheFileError(
             source, "holds quantized K/V (mlx-lm's --kv-bits), which pages can't take; load it with --kv-cache dense"
         )
-    if type(leaf) is not mlx_cache.RotatingKVCache or leaf.max_size != window:
+    if type(leaf) is mlx_cache.ChunkedKVCache and leaf.chunk_size == target._layer.chunk:
+        if leaf.keys is None:
+            return HeldTokens(0, [])
+        return HeldTokens(leaf.start_position, [(leaf.offset, *leaf.keys_and_values())])
+    if type(leaf) is not mlx_cache.RotatingKVCache or leaf.max_size != window or target._layer.chunk is not None:
         raise PromptCacheFileError(
             source,
             f"layer {index} is a {type(leaf).__name__} with a window of {getattr(leaf, 'max_size', None)}; "

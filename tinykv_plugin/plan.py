@@ -18,7 +18,8 @@ class CachePlan:
     """Made once per attachment, at the first ``make_cache()``.
 
     ``layers`` are the paged leaves; ``groups`` maps a cache group's name to its window; ``lines`` is what
-    ``kv.plan`` shows, one per entry of the model's cache list; ``writer`` is the backend that owns the pages.
+    ``kv.plan`` shows, one per entry of the model's cache list; ``writer`` is the backend that owns the pages;
+    ``unused`` are the leaves that the model never writes.
     """
 
     def __init__(
@@ -27,8 +28,10 @@ class CachePlan:
         groups: dict[str, int | None],
         lines: Sequence[LayerPlan],
         writer: AttentionBackend,
+        unused: Sequence[int] = (),
     ) -> None:
         self.layers = layers
+        self.unused = unused
         self.groups = groups
         self.lines = lines
         self.writer = writer
@@ -42,23 +45,25 @@ def make_plan(context: AttachContext) -> CachePlan:
     groups: dict[str, int | None] = {}
     layers: list[PagedLayer] = []
     lines: dict[int, LayerPlan] = {}
+    unused: list[int] = []
     for index, choice in enumerate(choices):
         seen = traced.layers.get(index)
         if seen is not None and traced.failure:
             choice = LayerChoice("dense", reason=f"the model can't run on paged caches: {traced.failure}")
         elif seen is not None and seen.spec is None:
             choice = LayerChoice("dense", reason="the model never writes this cache")
+            unused.append(index)
         if choice.kind == "dense" or seen is None:
             lines[index] = LayerPlan(index, "dense", "dense", "mlx-lm", choice.reason)
             continue
-        name = "full" if choice.window is None else f"window {choice.window}"
+        name = "full" if choice.window is None else f"{choice.kind} {choice.window}"
         groups.setdefault(name, choice.window)
         reason = "; ".join(part for part in (choice.reason, seen.touched) if part)
         layer = PagedLayer(index, choice, list(groups).index(name), not seen.touched, reason, seen.spec)
         layer.backends = context.backends
         layers.append(layer)
         lines[index] = layer.describe(seen.request)
-    plan = CachePlan(layers, groups, _by_entry(own, lines), _writer(context, list(lines.values())))
+    plan = CachePlan(layers, groups, _by_entry(own, lines), _writer(context, list(lines.values())), unused)
     for line in plan.lines:
         log.info("layer %d: %s, %s by %s%s", line.layer, line.kind, line.attention, line.backend, _because(line.reason))
     return plan

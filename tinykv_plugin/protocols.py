@@ -53,7 +53,9 @@ class AttentionRequest:
     """What one attention call needs; a backend answers in :meth:`AttentionBackend.supports`.
 
     ``query_len`` is the number of query tokens per row (the longest); ``keep`` the number of first tokens that a
-    window doesn't drop (``max_kv_size``).
+    window doesn't drop (``max_kv_size``). The last two are asked only of backends that name them in their attribute
+    ``features``: ``softcap``, scores are ``softcap * tanh(scores / softcap)`` before the softmax (``attend`` gets it
+    as a keyword argument); ``chunk``, a query sees its own chunk of that many positions only (as its mask says).
     """
 
     query_heads: int
@@ -67,6 +69,13 @@ class AttentionRequest:
     window: int | None
     keep: int
     sinks: bool
+    softcap: float | None = None
+    chunk: int | None = None
+
+    @property
+    def features(self) -> set[str]:
+        """What a backend must name among its ``features`` to be asked."""
+        return {name for name in ("softcap", "chunk") if getattr(self, name) is not None}
 
 
 @runtime_checkable
@@ -149,6 +158,28 @@ class ModelAdapter(Protocol):
 
     def choose(self, model: Any, own: Sequence[Any]) -> Sequence[LayerChoice]:
         """One choice for each leaf cache of ``own``, what the model's own ``make_cache()`` returned, flattened."""
+        ...
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A function of a model's module or class that is replaced while a model is attached.
+
+    ``make`` gets the function that is there and returns the new one, which must behave as the old one for caches that
+    are not paged: other models in the process may use the same class.
+    """
+
+    owner: ModuleType | type
+    name: str
+    make: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@runtime_checkable
+class ReplacingAdapter(ModelAdapter, Protocol):
+    """An adapter for models whose own code stands in the way of reading pages."""
+
+    def replacements(self, model: Any) -> Sequence[Replacement]:
+        """What to replace in the code of ``model`` until it is detached."""
         ...
 
 

@@ -29,6 +29,7 @@ from .sequence import PagedSequence
 from .stats import PoolStats, collect
 from .step import GroupStep, Step
 from .table import PageTable, Retention
+from .unused import UnusedCache
 
 # Tokens at the start that a size limit keeps, as mlx-lm's make_prompt_cache does.
 KEPT_TOKENS = 4
@@ -105,8 +106,9 @@ class PagedSession:
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
         """Empty caches of one new request, in the shape of the model's own list; no pages are taken yet."""
         row = self.new_sequence(max_kv_size)
-        paged = {layer.index: self.single(layer, row) for layer in self.layers}
-        return replace_leaves(self._context.own_cache(), paged)
+        ours: dict[int, Any] = {layer.index: self.single(layer, row) for layer in self.layers}
+        ours |= {index: UnusedCache() for index in self._plan.unused}
+        return replace_leaves(self._context.own_cache(), ours)
 
     def new_sequence(self, max_kv_size: int | None) -> PagedSequence:
         """An empty sequence for all layers. mlx-lm's size limit keeps the first :data:`KEPT_TOKENS` tokens."""
@@ -182,7 +184,7 @@ class PagedSession:
             if threading.get_ident() != self._thread:
                 self.enter()  # another thread was here since the step began
             metadata = PagedKVMetadata(self.pages_for(layer, keys, values), step.groups[layer.group])
-            self.writer.write(metadata, keys, values)
+            self.writer.write(metadata, metadata.pages.take_due(keys), values)
         except BaseException:
             if not step.done:
                 for row in step.live_rows():

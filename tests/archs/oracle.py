@@ -35,6 +35,11 @@ def stock_caches(model: Any, max_kv_size: int | None = None) -> list[Any]:
     """mlx-lm's own caches; with a size limit in the plain layers if ``max_kv_size`` is given."""
     own = getattr(type(model), "make_cache", None)
     caches = list(own(model)) if own else [mlx_cache.KVCache() for _ in model.layers]
+    if type(model).__module__.endswith(".plamo3"):
+        # Its masks look back one token further than its caches, so that what a token sees depends on the chunks.
+        for cache in caches:
+            if type(cache) is mlx_cache.RotatingKVCache:
+                cache.max_size += 1
     if max_kv_size is None:
         return caches
     limited = mlx_cache.RotatingKVCache

@@ -11,12 +11,11 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models import cache as mlx_cache
-from oracle import LENGTHS, PROMPTS, TOLERANCE, Run, cold, difference, feed, prompt, run, solo, staggered, stock_caches
+from oracle import COUNT, PROMPTS, TOLERANCE, Run, cold, difference, feed, prompt, run, solo, staggered, stock_caches
 from tiny import registry
 
 import tinykv_plugin as tinykv
 from tinykv_plugin.batching.generator import PagedBatchGenerator
-from tinykv_plugin.errors import CacheStateError
 
 LIMIT = 16
 
@@ -69,17 +68,12 @@ def trim(name: str, kv: tinykv.Attachment) -> str:
 
 def drafts(name: str, kv: tinykv.Attachment) -> str:
     """Speculative decoding with a draft that is mostly wrong: the tokens of the target alone."""
-    model, draft = kv.model, registry.make("llama", seed=11)
-    caches = model.make_cache()
-    if not mlx_cache.can_trim_prompt_cache(caches):
+    model, draft, count = kv.model, registry.make("llama", seed=11), 3 * COUNT
+    if not mlx_cache.can_trim_prompt_cache(model.make_cache()):
         return "no"
-    steps = list(
-        speculative_generate_step(
-            mx.array(PROMPTS[1]), model, draft, max_tokens=3 * len(PROMPTS[1]), prompt_cache=[*caches, *stock_caches(draft)]
-        )
-    )
+    steps = list(speculative_generate_step(mx.array(PROMPTS[1]), model, draft, max_tokens=count))
     found = Run([int(token) for token, _, _ in steps], [logprobs for _, logprobs, _ in steps])
-    same(found, solo(name, tuple(PROMPTS[1]), 3 * len(PROMPTS[1])))
+    same(found, solo(name, tuple(PROMPTS[1]), count))
     return "yes"
 
 
@@ -136,5 +130,3 @@ def close(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> None:
     apart = max(difference(a, b) for a, b in zip(found, expected, strict=True))
     assert apart < TOLERANCE, f"log-probabilities apart by {apart}"
 
-
-__all__ = ["LENGTHS", "PATHS", "CacheStateError"]

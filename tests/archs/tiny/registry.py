@@ -67,6 +67,8 @@ def make(name: str, seed: int = 3, **fields: Any) -> Any:
     mx.random.seed(seed)
     with _linear_layers(module):
         model = module.Model(module.ModelArgs.from_dict(config))
+    if name == "phi3small":
+        model._dummy_tokenizer_ids = mx.array([], dtype=mx.int32)  # its own lie far past a tiny vocabulary
     model.set_dtype(mx.float32)
     model.apply(_perturb)
     mx.eval(model.parameters())
