@@ -139,9 +139,7 @@ class GatherBackend:
                 part_mask = part_mask[..., : column_count(part)]
             part_metadata = PagedKVMetadata(metadata.pages, part)
             outputs.append(
-                self.attend(
-                    queries[rows], part_metadata, scale=scale, mask=part_mask, sinks=sinks, softcap=softcap
-                )
+                self.attend(queries[rows], part_metadata, scale=scale, mask=part_mask, sinks=sinks, softcap=softcap)
             )
         return mx.concatenate(outputs)[buckets.order]
 

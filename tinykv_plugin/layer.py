@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .chunks import segments_of, without_chunk
 from .errors import HandleTouchedError
 from .metadata import PagedKV, PagedKVMetadata, PagedMask
 from .pages import LayerPages, LayerSpec
@@ -77,6 +78,19 @@ class PagedLayer:
         """Attention over this layer's pages by the best backend that supports the call."""
         kind = mask_kind(mask)
         chunk = mask.chunk if isinstance(mask, PagedMask) else None
+        if chunk is not None and (segments := segments_of(metadata.step, chunk)):
+            outputs = [
+                self.attend(
+                    queries[:, :, part.start : part.stop],
+                    PagedKVMetadata(metadata.pages, part.step),
+                    scale=scale,
+                    mask="causal" if part.stop - part.start > 1 else None,
+                    sinks=sinks,
+                    softcap=softcap,
+                )
+                for part in segments
+            ]
+            return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
         length = queries.shape[2]
         key = (length if length <= 8 else 9, kind, sinks is not None, metadata.step.keep, softcap, chunk)
         reader = self._readers.get(key)
@@ -103,7 +117,7 @@ class PagedLayer:
         gather = self.backends[-1].name
         attention, backend, reason = "gather", gather, self.reason
         if self.handles and request is not None:
-            reader, refusals = self.choose_reader(request)
+            reader, refusals = self.choose_reader(without_chunk(request))
             attention, backend = ("direct" if reader.direct else "gather"), reader.name
             reason = "; ".join(part for part in (self.reason, *refusals) if part)
             if not reader.direct and not reason:

@@ -27,9 +27,7 @@ class UnusedCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> NoReturn:
         raise CacheStateError("the model writes a cache that it didn't use when the plan was made; attach it again")
 
-    def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array | str | None:
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         mask: mx.array | str | None = create_attention_mask(N, 0, return_array, window_size)
         return mask
 

@@ -71,7 +71,12 @@ class CpuBackend:
             self.wait(pages)  # the pages have to be copied
         key_shape, value_shape = pages.shape(num_pages)
         keys = native.resize_pages(pages.keys, list(key_shape), spec.dtype, reserve)
-        values = native.resize_pages(pages.values, list(value_shape), spec.value_dtype, reserve)
+        if spec.value_dim:
+            values = native.resize_pages(pages.values, list(value_shape), spec.value_dtype, reserve)
+        else:
+            import mlx.core as mx
+
+            values = mx.zeros(value_shape, spec.value_dtype)
         pages.keys, pages.values = keys, values
 
     def write(self, metadata: PagedKVMetadata, keys: mx.array, values: mx.array) -> None:
@@ -81,10 +86,10 @@ class CpuBackend:
             pages,
             self._native().write_pages(
                 pages.keys,
-                pages.values,
+                _values_of(pages),
                 metadata.slot_mapping,
                 keys,
-                values,
+                values if pages.spec.value_dim else keys,
                 written=pages.written,
                 last_read=pages.last_read,
             ),
@@ -98,7 +103,7 @@ class CpuBackend:
             pages,
             self._native().copy_pages(
                 pages.keys,
-                pages.values,
+                _values_of(pages),
                 list(sources),
                 list(targets),
                 written=pages.written,
@@ -113,7 +118,7 @@ class CpuBackend:
         self._changed(
             pages,
             self._native().discard_pages(
-                pages.keys, pages.values, list(page_ids), written=pages.written, last_read=pages.last_read
+                pages.keys, _values_of(pages), list(page_ids), written=pages.written, last_read=pages.last_read
             ),
         )
 
@@ -189,3 +194,8 @@ class CpuBackend:
         if loaded.module is None:
             raise RuntimeError(f"the backend {self.name!r} can't be used: {loaded.problem}")
         return loaded.module
+
+
+def _values_of(pages: LayerPages) -> mx.array | None:
+    """The pages that values are written to: those of the keys, once more, where a model keeps keys only."""
+    return pages.values if pages.spec.value_dim else pages.keys

@@ -58,9 +58,7 @@ CONFIGS: dict[str, Config] = {
         "query_pre_attn_scalar": 16,
         "sliding_window": WINDOW,
     },
-    "granitemoehybrid": _FOUR
-    | _MAMBA
-    | {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 32},
+    "granitemoehybrid": _FOUR | _MAMBA | {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 32},
     "jamba": _FOUR
     | _MAMBA
     | {

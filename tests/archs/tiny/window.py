@@ -49,8 +49,7 @@ CONFIGS: dict[str, Config] = {
     "gemma4": text(**_GEMMA4 | {"model_type": "gemma4_text"}) | {"vocab_size": VOCABULARY},
     "gemma4_text": _GEMMA4,
     "gpt_oss": WINDOWED | {"intermediate_size": 64},
-    "laguna": WINDOWED
-    | {"rope_parameters": _ROPE, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "laguna": WINDOWED | {"rope_parameters": _ROPE, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "llama4": text(
         attention_chunk_size=WINDOW,
         interleave_moe_layer_step=2,
