@@ -18,21 +18,22 @@ HEAD = """\
 
 <!-- Made by docs/models.py from docs/models.json; tox run -e archs -- --write-models renews both. -->
 
-Every model file of mlx-lm {version} was run with a tiny random model: prompt and decode, prompts in chunks, a batch of
-three prompts of {lengths} tokens of which two join while the first decodes, a copied request, tokens taken back, a draft
-model, a prompt cache saved and loaded, and a size limit. Tokens and log-probabilities must be those of the same model
-with mlx-lm's own caches, one request at a time, in float32. {tested} model files are in the tables.
+{tested} model files of mlx-lm {version} were each run with a tiny random model: prompt and decode, prompts in chunks, a
+batch of three prompts of {lengths} tokens of which two join while the first decodes, a copied request, tokens taken
+back, a draft model, a prompt cache saved and loaded, and a size limit. Tokens and log-probabilities must be those of
+the same model with mlx-lm's own caches, one request at a time, in float32.
 
-- **layers**: how many of the tiny model's layers keep their K/V in pages, by kind: *full* attention, a sliding *window*,
-  the current chunk (*chunked*). *recurrent* layers keep a state that doesn't grow; there is nothing to page. *unused*
-  ones have a cache that the model never writes.
-- **attention**: *direct* means that the model leaves K/V to attention, so a backend that has the shapes reads the pages
-  in place. *gather* means that pages are copied together first, with the reason.
-- **batch**: requests in a batch get what they get alone. In brackets, if mlx-lm's own batch of the same prompts doesn't.
+- **layers**: how the layers of the tiny model keep their K/V. *full*, *window* and *chunked* are in pages: attention to
+  everything, to a sliding window, to the current chunk. *recurrent* layers keep a state that doesn't grow: there is
+  nothing to page. *unused* ones have a cache that the model never writes.
+- **attention**: *direct* means that the model leaves K/V to attention, so a backend that supports their shapes reads
+  the pages in place. *gather* means that pages are copied together first; the reason follows.
+- **batch**: requests in a batch get what they get alone. In brackets: mlx-lm's own batch of the same prompts, unless
+  that is equal too.
 - **drafts**: tokens can be taken back, so a draft model works.
-- **saved**: `tinykv_plugin.save_prompt_cache` and `load_prompt_cache`, in mlx-lm's format.
+- **saved**: prompt caches can be saved and loaded, in mlx-lm's format.
 - **limit**: `max_kv_size` bounds the layers with full attention.
-- **adapter**: who serves it; `general` serves every model without one of its own, see [Adapters](adapters.md).
+- **adapter**: who serves it. `general` serves every model without one of its own, see [Adapters](adapters.md).
 """
 
 COLUMNS = ("model file", "layers", "attention", "batch", "drafts", "saved", "limit", "adapter")
@@ -45,9 +46,8 @@ def page(table: Mapping[str, Any]) -> str:
     ordered = sorted(models, key=lambda name: (models[name]["family"], name.lower()))
     for family, names in groupby(ordered, key=lambda name: models[name]["family"]):
         rows = [COLUMNS, ("---",) * len(COLUMNS), *(row(name, models[name]) for name in names)]
-        parts.append(
-            f"\n## {family[0].upper()}{family[1:]}\n\n" + "\n".join(f"| {' | '.join(r)} |" for r in rows) + "\n"
-        )
+        lines = [f"| {' | '.join(cells)} |" for cells in rows]
+        parts.append(f"\n## {family[0].upper()}{family[1:]}\n\n" + "\n".join(lines) + "\n")
     cannot = [
         f"- `{name}`, {what(path)}: {reason}."
         for name in sorted(models)

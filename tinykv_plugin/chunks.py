@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .protocols import AttentionRequest
@@ -44,11 +46,13 @@ def _segments(step: GroupStep, chunk: int) -> list[Segment]:
     cuts = [start, *range((start // chunk + 1) * chunk, stop, chunk), stop]
     return [
         Segment(a - start, b - start, _from(step, [a // chunk * chunk], [b], [b - a], b - a))
-        for a, b in zip(cuts, cuts[1:], strict=False)
+        for a, b in itertools.pairwise(cuts)
     ]
 
 
-def _from(step: GroupStep, firsts: list[int], contexts: list[int], queries: list[int], width: int) -> GroupStep:
+def _from(
+    step: GroupStep, firsts: Sequence[int], contexts: Sequence[int], queries: Sequence[int], width: int
+) -> GroupStep:
     """A step whose rows' contexts begin at the positions ``firsts``."""
     tables = [table.view(first // step.page_size) for table, first in zip(step.tables, firsts, strict=True)]
     lengths = [context - first for context, first in zip(contexts, firsts, strict=True)]

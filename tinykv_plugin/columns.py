@@ -136,8 +136,8 @@ class Columns:
         if self.whole_pages:
             page_ids, batch = self.index[0], self.index[0].shape[0]
             heads = mx.arange(pages.shape[1])[None, :, None]
-            slots = page_ids.shape[2] * pages.shape[2]
-            joined = pages[page_ids, heads].reshape(batch, pages.shape[1], slots, pages.shape[3])
+            count = page_ids.shape[2] * pages.shape[2]
+            joined = pages[page_ids, heads].reshape(batch, pages.shape[1], count, pages.shape[3])
             gathered = joined[:, :, : self.columns]
         else:
             page_ids, slots = self.index

@@ -33,5 +33,7 @@ def attend(
     ``keys`` and ``values`` are what ``update_and_fetch`` or ``newest`` of a paged cache returned, ``mask`` what its
     ``make_mask`` did. ``softcap``: scores are ``softcap * tanh(scores / softcap)`` before the softmax.
     """
-    attention = attend_handles if isinstance(keys, PagedKV) else attend_arrays
-    return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks, softcap=softcap)
+    if isinstance(keys, PagedKV):
+        return attend_handles(queries, keys, values, scale=scale, mask=mask, sinks=sinks, softcap=softcap)
+    assert not isinstance(mask, PagedMask), "where attention gets arrays, masks are arrays"
+    return attend_arrays(queries, keys, values, scale=scale, mask=mask, sinks=sinks, softcap=softcap)

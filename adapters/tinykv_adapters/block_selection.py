@@ -38,9 +38,9 @@ def _block_mask(original: Callable[..., Any]) -> Callable[..., Any]:
         heads, dim, size = self.index_n_heads, self.index_head_dim, self.index_block_size
 
         def placed(projected: mx.array, norm: Any, number: int) -> mx.array:
-            return self.index_rope(
-                norm(projected.reshape(rows, count, number, dim)).transpose(0, 2, 1, 3), offset=offset
-            )
+            heads_first = norm(projected.reshape(rows, count, number, dim)).transpose(0, 2, 1, 3)
+            rotated: mx.array = self.index_rope(heads_first, offset=offset)
+            return rotated
 
         keys = placed(self.index_k_proj(x), self.index_k_norm, 1)
         keys, _ = cache.update_and_fetch(keys, mx.zeros((rows, 1, count, 0), keys.dtype))

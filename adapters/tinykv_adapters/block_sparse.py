@@ -61,7 +61,8 @@ def _sparse_mask(attention: Any, offset: Any, count: int, columns: int) -> mx.ar
     size, stride = attention.blocksparse_block_size, attention.blocksparse_vert_stride
     near = queries // size - keys // size < attention.blocksparse_num_local_blocks
     heads = mx.arange(1, attention.n_heads + 1).reshape(1, -1, 1, 1)
-    return (keys <= queries) & (near | ((keys // size + heads) % stride == 0))
+    seen: mx.array = (keys <= queries) & (near | ((keys // size + heads) % stride == 0))
+    return seen
 
 
 @hookimpl

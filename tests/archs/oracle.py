@@ -100,9 +100,8 @@ def feed(model: Any, caches: list[Any], *chunks: Sequence[int]) -> Array:
     for tokens in chunks:
         logits = model(mx.array([list(tokens)]), cache=caches)
         mx.eval(logits, [cache.state for cache in caches])
-    found: Array = np.array(
-        logits[0].astype(mx.float32) - mx.logsumexp(logits[0].astype(mx.float32), -1, keepdims=True)
-    )
+    logits = logits[0].astype(mx.float32)
+    found: Array = np.array(logits - mx.logsumexp(logits, -1, keepdims=True))
     assert np.isfinite(found).all(), "a tiny model that overflows compares nothing"
     return found
 

@@ -31,7 +31,7 @@ CONFIGS: dict[str, Config] = {
     "mixtral": {},
     "olmoe": {},
     "phimoe": {
-        "rope_scaling": {"long_factor": [1.0] * 8, "short_factor": [1.0] * 8, "long_mscale": 1.0, "short_mscale": 1.0}
+        "rope_scaling": {"long_factor": [1.0] * 8, "long_mscale": 1.0, "short_factor": [1.0] * 8, "short_mscale": 1.0}
     },
     "phixtral": {"model_dim": 64, "num_heads": 4, "num_layers": 2, "num_vocab": 97, "rotary_dim": 8},
     "qwen2_moe": {},
