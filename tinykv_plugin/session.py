@@ -14,6 +14,7 @@ import mlx.core as mx
 from .audit import audit
 from .block_table import BlockTable
 from .cache import PagedKVCache
+from .distributed import alike, group_of, smallest
 from .errors import CacheStateError, ConfigError
 from .hookspecs import RequestFreed
 from .journal import Journal
@@ -64,6 +65,7 @@ class PagedSession:
         self.cow_copies = 0
         self.evictions = 0
         self.closed = False
+        self._agreed = False
         self.writer: AttentionBackend = plan.writer
         self.gather = context.gather
         self._context = context
@@ -81,14 +83,34 @@ class PagedSession:
                 layer.pages = LayerPages(layer.spec, config.page_size)
                 self.pools[layer.group].add_layer(layer.index, layer.pages)
 
+    def agree(self) -> None:
+        """Where the model is divided between processes, give all of them room for as many tokens; once.
+
+        All must call it at the same point, as they do what computes. The process with the least room decides, so that
+        every reservation succeeds in all of them or in none.
+        """
+        if self._agreed:
+            return
+        self._agreed = True
+        group = group_of(self._context.model)
+        if group is None:
+            return
+        page_bytes = sum(pool.page_bytes for pool in self.pools)
+        pages = smallest(self.budget.total // page_bytes if page_bytes else self.budget.total, group)
+        self.budget.total = min(self.budget.total, pages * page_bytes)
+        if not alike(" ".join(pool.name for pool in self.pools), group):
+            # Layers of other kinds elsewhere: none of the pools here may outgrow those there.
+            for pool in self.pools:
+                pool.max_pages = pages if pool.max_pages is None else min(pages, pool.max_pages)
+
     @property
     def plan(self) -> Sequence[LayerPlan]:
         return self._plan.lines
 
     @property
     def max_pages(self) -> int | None:
-        """The setting: most pages in a cache group."""
-        return self._context.config.max_pages
+        """Most pages in a cache group."""
+        return min((pool.max_pages for pool in self.pools if pool.max_pages is not None), default=None)
 
     @property
     def rewind(self) -> int:
@@ -148,6 +170,7 @@ class PagedSession:
 
         Row ``i`` gets ``query_lens[i]`` more tokens. Raises OutOfPagesError or PoolGrowthError with nothing changed.
         """
+        self.agree()
         self.enter()
         short = self._short_of_slots(rows, query_lens)
         if short:

@@ -69,6 +69,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                 f"this model can't be batched: it keeps its context in {', '.join(sorted(alone))}, which mlx-lm can't "
                 f"merge; generate one request at a time"
             )
+        session.agree()
         super().__init__(model, **options)
         self.counts = BatchCounts()
         self._kv = kv

@@ -10,6 +10,7 @@ from ..config import KVCacheConfig
 from .console import console, log_to_stderr
 from .failures import UsageError
 from .flags import flags_help, take_kv_flags
+from .launched import divided
 from .mlx_lm_commands import WITH_MAX_KV_SIZE, MlxLmCommand
 from .models import DENSE, AttachedModels
 from .patches import arguments
@@ -34,7 +35,7 @@ def forward(command: MlxLmCommand, argv: Sequence[str]) -> int:
     _refuse_quantized_pages(config, rest)
     with log_to_stderr(verbose=config.verbose):
         check_plugins(config)
-        with AttachedModels(config) as models, paged_prompt_files(models), _served(command, config):
+        with AttachedModels(config) as models, paged_prompt_files(models), _served(command, config), divided(command):
             try:
                 _call(command, rest)
             finally:
