@@ -69,7 +69,7 @@ def row(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
         found["batch"] + stock(found["stock_batch"]),
         found["drafts"],
         found["save"],
-        found["max_kv_size"] if "full" in found["layers"] else "-",
+        found["max_kv_size"],
         found["adapter"],
     )
 

@@ -35,7 +35,8 @@ def group_of(model: Any) -> mx.distributed.Group | None:
 def smallest(count: int, group: mx.distributed.Group) -> int:
     """The smallest ``count`` of all processes, each of which must ask."""
     mine = mx.array(min(count, _MOST), dtype=mx.int32)
-    return int(mx.distributed.all_min(mine, group=group, stream=mx.cpu).item())
+    least: Any = mx.distributed.all_min(mine, group=group, stream=mx.cpu).item()
+    return int(least)
 
 
 def alike(names: str, group: mx.distributed.Group) -> bool:

@@ -80,6 +80,7 @@ class TraceCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         layer = self.layer
         layer.spec = LayerSpec.of(keys, values)
+        layer.touched = layer.touched or self._blame.known.get((layer.choice, layer.spec), "")
         columns = prior_tokens(self.offset, layer.choice.window) + keys.shape[2]
         self.offset += keys.shape[2]
         self._arrays = (
@@ -121,8 +122,12 @@ class TraceCache:
 
 @dataclass
 class Blame:
-    """Whose handle or mask was handed out last: an exception that names no layer is put down to it."""
+    """Whose handle or mask was handed out last: an exception that names no layer is put down to it.
 
+    ``known`` is what the model does with the K/V of layers of a kind and shape.
+    """
+
+    known: dict[tuple[LayerChoice, LayerSpec], str]
     last: LayerTrace | None = None
     masked: LayerTrace | None = None
 
@@ -154,9 +159,10 @@ def trace(
     if not layers:
         return result
     # Far enough in that every window has something to mask.
+    known: dict[tuple[LayerChoice, LayerSpec], str] = {}
     start = max(8, *(choice.window + 1 for choice in choices if choice.window is not None), 8)
     while True:
-        blame = Blame()
+        blame = Blame(known)
         caches = replace_leaves(own_cache(), {i: TraceCache(layer, start, blame) for i, layer in layers.items()})
         try:
             model(mx.zeros((1, 2), mx.int32), cache=caches)
@@ -172,8 +178,10 @@ def trace(
             result.failure = touched
             log.info("the dry trace of %s failed: %s", type(model).__name__, touched)
             return result
+        if culprit.spec is not None:
+            known[culprit.choice, culprit.spec] = touched
         for layer in layers.values():
-            if layer.choice == culprit.choice and layer.spec in (None, culprit.spec):
+            if (layer.choice, layer.spec) == (culprit.choice, culprit.spec):
                 layer.touched = touched
 
 

@@ -13,7 +13,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    wanted = config.getoption("--model")
+    # A tox environment's name will do: its last part is the model's.
+    wanted = [name.rpartition("-")[2] if name.startswith("py") else name for name in config.getoption("--model")]
     if not wanted:
         return
     kept = [item for item in items if hasattr(item, "callspec") and item.callspec.params.get("name") in wanted]

@@ -40,10 +40,14 @@ def stock_caches(model: Any, max_kv_size: int | None = None) -> list[Any]:
         for cache in caches:
             if type(cache) is mlx_cache.RotatingKVCache:
                 cache.max_size += 1
-    if max_kv_size is None:
-        return caches
-    limited = mlx_cache.RotatingKVCache
-    return [limited(max_kv_size, keep=4) if type(cache) is mlx_cache.KVCache else cache for cache in caches]
+    return caches if max_kv_size is None else [limited(cache, max_kv_size) for cache in caches]
+
+
+def limited(cache: Any, max_kv_size: int) -> Any:
+    """``cache`` with a size limit where it keeps everything, as mlx-lm makes one for a model without ``make_cache``."""
+    if type(cache) is mlx_cache.CacheList:
+        return mlx_cache.CacheList(*(limited(part, max_kv_size) for part in cache.caches))
+    return mlx_cache.RotatingKVCache(max_kv_size, keep=4) if type(cache) is mlx_cache.KVCache else cache
 
 
 def steps_of(name: str, tokens: int) -> int:

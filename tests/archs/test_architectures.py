@@ -19,6 +19,8 @@ from tinykv_plugin.manager import default_manager
 CANNOT = {
     ("afm7", "max_kv_size"): "mlx-lm takes positions from the number of keys kept: its limited caches are wrong",
     ("deepseek_v41", "batch"): "mlx-lm has no batch form of its cache",
+    ("glm_moe_dsa", "max_kv_size"): "nothing to compare with: its indexer breaks ties by the order in mlx-lm's cache",
+    ("minimax_m3_vl", "max_kv_size"): "nothing to compare with: mlx-lm cuts blocks over the slots of its cache",
     ("phi3small", "max_kv_size"): "its sparse layers pick blocks of the whole context; refused by name",
 }
 # The paths that differ from backend to backend.

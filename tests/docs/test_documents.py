@@ -51,4 +51,22 @@ def test_python_versions_agree() -> None:
 def test_every_folder_of_tests_is_run_by_default_or_by_an_environment_of_its_own() -> None:
     folders = {path.parent.relative_to(ROOT).parts[1] for path in (ROOT / "tests").glob("*/test_*.py")}
     default = set(re.findall(r'"tests/(\w+)"', read("pyproject.toml").split("testpaths = ")[1].splitlines()[0]))
-    assert folders <= default | {"native", "packaging"}
+    assert folders <= default | {"archs", "distributed", "native", "packaging"}
+    assert '"tests/archs/test_[!a]*.py"' in read("pyproject.toml"), "all but the architectures themselves"
+    assert "pytest tests{/}archs" in read("tox.ini") and "pytest tests{/}distributed" in read("tox.ini")
+
+
+def test_the_table_of_models_is_current() -> None:
+    """If this fails: python docs/models.py"""
+    code = (
+        "import sys; sys.path.insert(0, 'docs'); import json, models; print(models.page(json.load(sys.stdin)), end='')"
+    )
+    page = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        input=read("docs/models.json"),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert page.stdout == read("docs/models.md")

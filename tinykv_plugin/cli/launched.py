@@ -52,5 +52,5 @@ def _share_randomness(group: Any) -> None:
 
     state: Any = mx.random.state
     mine = state[0] if group.rank() == 0 else mx.zeros_like(state[0])
-    high, low = mx.distributed.all_sum(mine, group=group, stream=mx.cpu).tolist()
-    mx.random.seed(high << 32 | low)
+    key: Any = mx.distributed.all_sum(mine, group=group, stream=mx.cpu).tolist()
+    mx.random.seed(key[0] << 32 | key[1])
