@@ -21,15 +21,9 @@ def world() -> mx.distributed.Group | None:
     return group if group.size() > 1 else None
 
 
-def group_of(model: Any) -> mx.distributed.Group | None:
-    """The processes that ``model`` is divided between by ``shard()`` or ``pipeline()``; None if it is whole."""
-    group = world()
-    if group is None:
-        return None
-    parts = list(model.modules())
-    sharded = any("Sharded" in type(part).__name__ for part in parts)
-    pipelined = any(getattr(part, "pipeline_size", 1) > 1 for part in parts)
-    return group if sharded or pipelined else None
+def is_divided(model: Any) -> bool:
+    """Whether ``shard()`` or ``pipeline()`` has left this process a part of ``model`` only."""
+    return any("Sharded" in type(part).__name__ or getattr(part, "pipeline_size", 1) > 1 for part in model.modules())
 
 
 def smallest(count: int, group: mx.distributed.Group) -> int:

@@ -14,7 +14,7 @@ import mlx.core as mx
 from .audit import audit
 from .block_table import BlockTable
 from .cache import PagedKVCache
-from .distributed import alike, group_of, smallest
+from .distributed import alike, is_divided, smallest, world
 from .errors import CacheStateError, ConfigError
 from .hookspecs import RequestFreed
 from .journal import Journal
@@ -92,8 +92,8 @@ class PagedSession:
         if self._agreed:
             return
         self._agreed = True
-        group = group_of(self._context.model)
-        if group is None:
+        group = world()
+        if group is None or not is_divided(self._context.model):
             return
         page_bytes = sum(pool.page_bytes for pool in self.pools)
         pages = smallest(self.budget.total // page_bytes if page_bytes else self.budget.total, group)

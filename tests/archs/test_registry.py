@@ -7,8 +7,11 @@ from found import Found
 from tiny import registry
 
 
-def test_every_model_file_has_a_configuration_or_a_reason() -> None:
-    assert {*registry.model_files()} == {*registry.CONFIGS} | {*registry.UNAVAILABLE}
+def test_every_model_file_has_a_configuration_or_a_reason(found: Found) -> None:
+    """Another version of mlx-lm may have fewer, but none that nobody has thought of."""
+    known = {*registry.CONFIGS} | {*registry.UNAVAILABLE}
+    assert {*registry.model_files()} <= known
+    assert {*registry.model_files()} == known or not found.comparable
 
 
 def test_the_table_has_every_model(found: Found) -> None:

@@ -21,11 +21,18 @@ from tiny import registry  # noqa: E402
 
 import tinykv_plugin as tinykv  # noqa: E402
 from tinykv_plugin.batching.generator import PagedBatchGenerator  # noqa: E402
+from tinykv_plugin.cli.launched import share_randomness  # noqa: E402
 from tinykv_plugin.errors import TinyKVError  # noqa: E402
 
 
 def main(name: str, how: str, *memory: str) -> None:
     group = mx.distributed.init()
+    if how == "random":
+        mx.random.seed(group.rank())
+        own = mx.random.uniform().item()
+        share_randomness(group)
+        print(json.dumps({"rank": group.rank(), "own": own, "shared": mx.random.uniform().item()}), flush=True)
+        return
     # Four layers, so that two processes have each kind.
     model = registry.make(name, **({"num_hidden_layers": 4} if name != "ministral3" else {}))
     if how == "tensor":

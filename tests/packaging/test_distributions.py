@@ -18,11 +18,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"tinykv_plugin": ROOT / "tinykv_plugin", "tinykv_adapters": ROOT / "adapters" / "tinykv_adapters"}
+ADAPTERS = [path.stem for path in PACKAGES["tinykv_adapters"].glob("[a-z]*.py")]
 BUILT_IN = {
     "paged": "tinykv_plugin.paged_provider",
     "dense": "tinykv_plugin.dense_provider",
     "gather": "tinykv_plugin.gather",
-    "general": "tinykv_adapters.general",
+    **{name: f"tinykv_adapters.{name}" for name in ADAPTERS},
 }
 
 

@@ -38,7 +38,7 @@ def divided(command: MlxLmCommand) -> Iterator[None]:
             loaded = utils.sharded_load(path, None, None, **wanted)
         except ValueError as error:
             raise UsageError(f"{path} can't be divided between processes: {error}") from error
-        _share_randomness(group)
+        share_randomness(group)
         return loaded
 
     silent = contextlib.redirect_stdout(io.StringIO()) if group.rank() else contextlib.nullcontext()
@@ -46,7 +46,7 @@ def divided(command: MlxLmCommand) -> Iterator[None]:
         yield
 
 
-def _share_randomness(group: Any) -> None:
+def share_randomness(group: Any) -> None:
     """All processes must draw the same tokens: those of the first."""
     import mlx.core as mx
 

@@ -35,7 +35,9 @@ UNAVAILABLE = {
 }
 
 CONFIGS: dict[str, Config] = {name: config for family in FAMILIES.values() for name, config in family.items()}
-NAMES = sorted(set(CONFIGS) - set(UNAVAILABLE), key=str.lower)
+# What the installed version of mlx-lm has of them.
+FILES = {info.name for info in pkgutil.iter_modules(mlx_lm.models.__path__)}
+NAMES = sorted((set(CONFIGS) - set(UNAVAILABLE)) & FILES, key=str.lower)
 
 
 def family_of(name: str) -> str:
