@@ -13,11 +13,12 @@ from .journal import Journal
 class PageAllocator:
     """Free list and ref counts of one cache group's pages, ids 0 to ``capacity`` - 1; O(1) a page.
 
-    Holders are page tables (and prefix-cache entries). Every change is journaled, so that a transaction can be
-    rolled back to the exact state before it, free-list order included.
+    Holders are page tables and the prefix cache, which holds a page once (:meth:`keep`). Every change but the prefix
+    cache's is journaled, so that a transaction can be rolled back to the exact state before it, free-list order
+    included.
     """
 
-    __slots__ = ("_fresh", "_journal", "_recycled", "_ref_counts", "capacity")
+    __slots__ = ("_fresh", "_journal", "_kept", "_recycled", "_ref_counts", "cached_only", "capacity", "kept")
 
     def __init__(self, journal: Journal) -> None:
         self.capacity = 0
@@ -27,6 +28,10 @@ class PageAllocator:
         self._recycled: list[int] = []
         # Ids from here on were never used; they cost no list entry, so a large pool starts at no cost.
         self._fresh = 0
+        # 1 for the pages that the prefix cache holds; ``kept`` counts them, ``cached_only`` those nobody else holds.
+        self._kept = bytearray()
+        self.kept = 0
+        self.cached_only = 0
 
     @property
     def free(self) -> int:
@@ -41,6 +46,29 @@ class PageAllocator:
     def ref_count(self, page: int) -> int:
         """Holders of ``page``."""
         return self._ref_counts[page] if page < self._fresh else 0
+
+    def is_kept(self, page: int) -> bool:
+        """Whether the prefix cache holds ``page``."""
+        return page < len(self._kept) and bool(self._kept[page])
+
+    def keep(self, page: int) -> None:
+        """The prefix cache is one more holder of ``page``; not in a transaction."""
+        assert not self._journal.is_open
+        assert self._ref_counts[page] > 0, f"page {page} is free and can't be kept"
+        self._kept.extend(bytes(len(self._ref_counts) - len(self._kept)))
+        assert not self._kept[page], f"page {page} is kept twice"
+        self._kept[page] = 1
+        self.kept += 1
+        self._ref_counts[page] += 1
+
+    def unkeep(self, page: int) -> bool:
+        """The prefix cache gives ``page`` up; not in a transaction. Returns whether it is free now."""
+        assert not self._journal.is_open
+        assert self._kept[page], f"page {page} is not kept"
+        self._kept[page] = 0
+        self.kept -= 1
+        self.cached_only -= self._ref_counts[page] == 1
+        return bool(self.release([page]))
 
     def resize(self, capacity: int) -> None:
         """More page ids; not journaled (a rolled-back transaction may leave a larger pool)."""
@@ -85,6 +113,8 @@ class PageAllocator:
         for page in shared:
             assert self._ref_counts[page] > 0, f"page {page} is free and can't be shared"
             self._ref_counts[page] += 1
+            if self._ref_counts[page] == 2 and self.is_kept(page):
+                self.cached_only -= 1
         self._journal.record(self._undo_share, shared)
 
     def release(self, pages: Sequence[int]) -> int:
@@ -96,6 +126,8 @@ class PageAllocator:
             self._ref_counts[page] -= 1
             if not self._ref_counts[page]:
                 freed.append(page)
+            elif self._ref_counts[page] == 1 and self.is_kept(page):
+                self.cached_only += 1
         self._recycled.extend(freed)
         self._journal.record(self._undo_release, list(pages), len(freed))
         return len(freed)
@@ -113,6 +145,9 @@ class PageAllocator:
                 raise InvariantError(f"page {page} has {count} holders and is {'' if page in free else 'not '}free")
             if count != holders.get(page, 0):
                 raise InvariantError(f"page {page} has ref_count {count} but {holders.get(page, 0)} holders")
+        only = sum(self.is_kept(page) and self._ref_counts[page] == 1 for page in range(self._fresh))
+        if only != self.cached_only:
+            raise InvariantError(f"{only} pages are only cached, {self.cached_only} are booked so")
         for page in holders:
             if not 0 <= page < self._fresh:
                 raise InvariantError(f"page {page} is held but was never handed out")
@@ -128,9 +163,13 @@ class PageAllocator:
     def _undo_share(self, pages: list[int]) -> None:
         for page in pages:
             self._ref_counts[page] -= 1
+            if self._ref_counts[page] == 1 and self.is_kept(page):
+                self.cached_only += 1
 
     def _undo_release(self, pages: list[int], freed: int) -> None:
         if freed:
             del self._recycled[-freed:]
         for page in pages:
             self._ref_counts[page] += 1
+            if self._ref_counts[page] == 2 and self.is_kept(page):
+                self.cached_only -= 1

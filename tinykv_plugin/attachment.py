@@ -15,6 +15,7 @@ from . import dispatch
 from .config import KVCacheConfig
 from .errors import CacheStateError, ConfigError
 from .manager import PluginManager, default_manager
+from .prefix_cache import PrefixCache
 from .protocols import AttachContext, CacheSession, LayerPlan, ReplacingAdapter
 from .session import GroupInfo, PagedSession
 from .stats import PoolStats
@@ -105,6 +106,13 @@ class Attachment:
     def groups(self) -> Sequence[GroupInfo]:
         """The cache groups of paged caches; empty for another provider's."""
         return self.session.groups if isinstance(self.session, PagedSession) else ()
+
+    @property
+    def prefix_cache(self) -> PrefixCache:
+        """The prompts stored for this model. Raises CacheStateError for a provider that stores none."""
+        if not isinstance(self.session, PagedSession):
+            raise CacheStateError(f'the provider {self.config.cache!r} has no prefix cache; cache="paged" has one')
+        return self.session.prefix
 
     def stats(self) -> PoolStats:
         """Pages and bytes right now."""

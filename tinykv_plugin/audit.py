@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 def audit(session: PagedSession) -> None:
     """Raise InvariantError at the first contradiction; the session's lock is held.
 
-    Every table lists exactly its tokens' pages; a page's ref_count is the number of tables that list it; free and used
-    pages are disjoint and add up; every layer has as many pages as there are ids; bytes booked are bytes held.
+    Every table lists exactly its tokens' pages; a page's ref_count is the number of tables and prefix-cache entries
+    that list it; free and used pages are disjoint and add up; every layer has as many pages as there are ids; bytes
+    booked are bytes held.
     """
     if session.journal.is_open:
         raise InvariantError("a transaction was left open")
@@ -35,6 +36,10 @@ def audit(session: PagedSession) -> None:
     for table, count in sharers.values():
         if table.holders != count:
             raise InvariantError(f"a table has {table.holders} holders, {count} were found")
+    for group, page in session.prefix.index.holders():
+        held[group][page] = held[group].get(page, 0) + 1
+        if not session.pools[group].allocator.is_kept(page):
+            raise InvariantError(f"the prefix cache lists page {page}, which is not booked as its")
     for pool, pages in zip(session.pools, held, strict=True):
         pool.allocator.check(pages)
         for index, layer in pool.layers.items():

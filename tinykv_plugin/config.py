@@ -95,6 +95,45 @@ class KVCacheConfig(BaseSettings):
             "wait (admit a request only if its longest possible answer fits), or fail the row with an error."
         ),
     )
+    prefix_cache: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description=(
+            "Prompts that were run are stored, for others that begin in the same way: the share of the memory budget "
+            "that those in no use may hold. They give way as soon as requests need pages. 0: nothing is stored."
+        ),
+    )
+    prefix_interval: int = Field(
+        default=1024,
+        ge=1,
+        strict=True,
+        description=(
+            "Models with sliding windows or recurrent layers: a stored prompt can be continued at its end, at the ends "
+            "of its messages (server), and every so many tokens in between."
+        ),
+    )
+    prefix_states: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description=(
+            "What recurrent layers hold where a stored prompt can be continued may take so much memory, as a share of "
+            "the memory budget and beside it."
+        ),
+    )
+    prefix_dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description=(
+            "Folder for stored prompts that had to give way, and for all of them at the end: they are found again by "
+            "later runs and other processes. Unset: they are kept in memory only."
+        ),
+    )
+    prefix_disk: int | str = Field(
+        default="10GiB",
+        description='Most bytes in that folder: "10GiB", "500MB" or a number; what was used least recently goes first.',
+    )
     max_queue: int | None = Field(
         default=None,
         ge=1,
@@ -128,7 +167,7 @@ class KVCacheConfig(BaseSettings):
         except ValidationError as error:
             raise _one_line(error, fields) from None
 
-    @field_validator("page_size", "max_pages", "max_kv_size", "rewind", "max_queue", mode="before")
+    @field_validator("page_size", "max_pages", "max_kv_size", "rewind", "prefix_interval", "max_queue", mode="before")
     @classmethod
     def _digits(cls, value: object) -> object:
         """Environment variables and flags arrive as text; anything but digits is left for the error message."""
@@ -147,6 +186,19 @@ class KVCacheConfig(BaseSettings):
             raise ValueError("out of range")
         return value
 
+    @field_validator("prefix_disk", mode="before")
+    @classmethod
+    def _disk(cls, value: object) -> object:
+        count = parse_bytes(value) if isinstance(value, str) else value
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError("out of range")
+        return value
+
+    @property
+    def prefix_disk_bytes(self) -> int:
+        """The limit of ``prefix_dir`` in bytes."""
+        return parse_bytes(self.prefix_disk) if isinstance(self.prefix_disk, str) else self.prefix_disk
+
     def memory_bytes(self, device_bytes: int) -> int:
         """The budget in bytes; a fraction is taken of ``device_bytes``."""
         assert not isinstance(self.memory, str)
@@ -157,13 +209,19 @@ def allowed(name: str) -> str:
     """What the setting ``name`` may be, in words that fit after "must be"."""
     if name == "memory":
         return "a size such as 4GiB or 500MB, a whole number of bytes, or a fraction above 0 and below 1"
+    if name == "prefix_disk":
+        return "a size such as 4GiB or 500MB, or a whole number of bytes"
     field = KVCacheConfig.model_fields[name]
+    if name == "prefix_dir":
+        return "the name of a folder"
     if get_origin(field.annotation) is Literal:
         return f"one of {', '.join(get_args(field.annotation))}"
     if field.annotation is bool:
         return "true or false"
     if field.annotation is str:
         return "a name"
+    if field.annotation is float:
+        return "a number from 0 to 1"
     least = next(limit.ge for limit in field.metadata if isinstance(limit, Ge))
     most = next((limit.le for limit in field.metadata if isinstance(limit, Le)), None)
     return f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"

@@ -83,6 +83,15 @@ class LayerPages:
         keys, values = mx.depends([self.keys, self.values], self.written)
         return keys, values
 
+    def read_page(self, page: int) -> tuple[mx.array, mx.array]:
+        """Evaluated copies of a page's K and V, ``(1, kv_heads, page_size, head_dim)``."""
+        keys, values = self.readable()
+        # By an index: a view would be a holder of the pool's array, which the next write would have to copy.
+        index = mx.array([page])
+        copies = keys[index], values[index]
+        mx.eval(copies)
+        return copies
+
     def note_read(self, *copies: mx.array) -> None:
         """Order later writes in place after the reads that ``copies`` (no views) were made by.
 

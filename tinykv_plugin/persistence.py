@@ -14,6 +14,7 @@ from mlx_lm.models import cache as mlx_cache
 from . import layout
 from .cache import PagedKVCache
 from .errors import CacheStateError, PromptCacheFileError
+from .file_header import KEY, FileHeader
 from .pages import LayerSpec
 from .restore import HeldTokens, fill
 from .session import KEPT_TOKENS, PagedSession
@@ -27,7 +28,8 @@ def save_prompt_cache(file_name: str | os.PathLike[str], cache: Sequence[Any], m
     """Write ``cache`` (one request's, paged or not) to a safetensors file that stock mlx-lm can load.
 
     Pages are copied together for the file; the cache is unchanged. The file appears whole or not at all.
-    ``metadata`` is a dict of strings stored along, as in mlx-lm.
+    ``metadata`` is a dict of strings stored along, as in mlx-lm. The file says which version it is of, which weights it
+    was computed by, and has a checksum.
     """
     dense = layout.replace_leaves(
         cache,
@@ -39,11 +41,20 @@ def save_prompt_cache(file_name: str | os.PathLike[str], cache: Sequence[Any], m
     temporary = final.with_name(f".{final.stem}-{secrets.token_hex(8)}.safetensors")
     temporary.open("xb").close()  # with the permissions that stock's file would have
     try:
-        mlx_cache.save_prompt_cache(os.fspath(temporary), dense, metadata)
+        header = FileHeader.of(dense, _model_of(cache))
+        mlx_cache.save_prompt_cache(os.fspath(temporary), dense, {**(metadata or {}), **header.metadata()})
         os.replace(temporary, final)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+class LoadedCache(list[Any]):
+    """Caches from a file of ours; ``model`` is the fingerprint of the weights that computed them, "" if unknown."""
+
+    def __init__(self, cache: Sequence[Any], model: str) -> None:
+        super().__init__(cache)
+        self.model = model
 
 
 def load_prompt_cache(
@@ -54,12 +65,19 @@ def load_prompt_cache(
     With ``kv`` its K/V are put into pages of that attachment; without, they come back as mlx-lm's own caches (give
     them to :func:`adopt` later). Raises PromptCacheFileError for a file that can't be read or doesn't fit the model.
     """
+    header = None
     try:
         cache, metadata = mlx_cache.load_prompt_cache(os.fspath(file_name), return_metadata=True)
+        header = FileHeader.read(os.fspath(file_name))
+    except PromptCacheFileError:
+        raise
     except Exception as error:
         raise PromptCacheFileError(
             file_name, f"not a readable prompt cache of mlx-lm or tinykv ({type(error).__name__}: {error})"
         ) from None
+    if header is not None:
+        del metadata[KEY]
+        cache = LoadedCache(cache, header.model)
     if kv is not None:
         adopt(cache, kv, file_name)
     return (cache, metadata) if return_metadata else cache
@@ -74,6 +92,8 @@ def adopt(cache: list[Any], kv: Attachment, source: object = "this prompt cache"
     session = kv.session
     if not isinstance(session, PagedSession):
         return
+    if isinstance(cache, LoadedCache) and cache.model not in ("", session.prefix.fingerprint()):
+        raise PromptCacheFileError(source, "was computed by other weights (another model, or another LoRA adapter)")
     own = layout.leaves(cache)
     limits = {leaf.max_size for leaf in own if _is_limited(leaf)}
     paged = kv.make_cache(max_kv_size=limits.pop() if len(limits) == 1 else None)
@@ -104,6 +124,14 @@ def adopt(cache: list[Any], kv: Attachment, source: object = "this prompt cache"
         mx.eval([leaf.state for leaf in expected if isinstance(leaf, PagedKVCache)])
     kept = {i: leaf for i, leaf in enumerate(own) if not isinstance(expected[i], PagedKVCache | UnusedCache)}
     cache[:] = layout.replace_leaves(paged, kept)
+
+
+def _model_of(cache: Sequence[Any]) -> str:
+    """The fingerprint of the model whose pages are in ``cache``."""
+    for leaf in layout.leaves(cache):
+        if isinstance(leaf, PagedKVCache):
+            return leaf._session.prefix.fingerprint()
+    return cache.model if isinstance(cache, LoadedCache) else ""
 
 
 def _is_limited(leaf: Any) -> bool:

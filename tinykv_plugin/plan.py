@@ -19,7 +19,8 @@ class CachePlan:
 
     ``layers`` are the paged leaves; ``groups`` maps a cache group's name to its window; ``lines`` is what
     ``kv.plan`` shows, one per entry of the model's cache list; ``writer`` is the backend that owns the pages;
-    ``unused`` are the leaves that the model never writes.
+    ``stateful`` are the leaves that are kept as the model made them and hold something, ``unused`` those that it never
+    writes.
     """
 
     def __init__(
@@ -28,13 +29,15 @@ class CachePlan:
         groups: dict[str, int | None],
         lines: Sequence[LayerPlan],
         writer: AttentionBackend,
-        unused: Sequence[int] = (),
+        stateful: Sequence[int],
+        unused: Sequence[int],
     ) -> None:
         self.layers = layers
         self.unused = unused
         self.groups = groups
         self.lines = lines
         self.writer = writer
+        self.stateful = stateful
 
 
 def make_plan(context: AttachContext) -> CachePlan:
@@ -63,7 +66,9 @@ def make_plan(context: AttachContext) -> CachePlan:
         layer.backends = context.backends
         layers.append(layer)
         lines[index] = layer.describe(seen.request)
-    plan = CachePlan(layers, groups, _by_entry(own, lines), _writer(context, list(lines.values())), unused)
+    stateful = [index for index, line in lines.items() if line.kind == "dense" and index not in unused]
+    writer = _writer(context, list(lines.values()))
+    plan = CachePlan(layers, groups, _by_entry(own, lines), writer, stateful, unused)
     for line in plan.lines:
         log.info("layer %d: %s, %s by %s%s", line.layer, line.kind, line.attention, line.backend, _because(line.reason))
     return plan

@@ -39,7 +39,7 @@ def fill(session: PagedSession, row: PagedSequence, tokens: int, held: Mapping[i
         for group in range(len(session.pools))
     ]
     needed = [table.pages_from(floor, tokens) for table, floor in zip(row.tables, floors, strict=True)]
-    if not find_room(session.pools, needed, last_try=False):
+    if not session.prefix.with_room(lambda: find_room(session.pools, needed, last_try=False)):
         for pool in session.pools:
             pool.give_back()
     savepoint = session.journal.savepoint()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
+from . import __version__
 from .audit import audit
 from .block_table import BlockTable
 from .cache import PagedKVCache
@@ -24,6 +25,9 @@ from .metadata import PagedKVMetadata, int32
 from .pages import LayerPages, LayerSpec
 from .plan import CachePlan
 from .pool import Budget, PagePool
+from .prefix_cache import PrefixCache
+from .prefix_disk import PrefixDisk
+from .prefix_store import PrefixStore
 from .protocols import AttachContext, AttentionBackend, LayerPlan
 from .reservation import reserve
 from .sequence import PagedSequence
@@ -63,13 +67,13 @@ class PagedSession:
         self.freed_slots = 0
         self.freed_filled = 0
         self.cow_copies = 0
-        self.evictions = 0
         self.closed = False
         self._agreed = False
         self.writer: AttentionBackend = plan.writer
         self.gather = context.gather
         self._context = context
         self._plan = plan
+        self.emit = context.emit
         self._thread = threading.get_ident()
         self._batches: deque[RunningBatch] = deque(maxlen=RUNNING_BATCHES)
         self._offsets: tuple[list[int], mx.array] | None = None
@@ -82,6 +86,12 @@ class PagedSession:
             if layer.spec is not None:
                 layer.pages = LayerPages(layer.spec, config.page_size)
                 self.pools[layer.group].add_layer(layer.index, layer.pages)
+        disk = None
+        if config.prefix_dir is not None and config.prefix_cache:
+            disk = PrefixDisk(self, PrefixStore(config.prefix_dir, config.prefix_disk_bytes))
+        self.prefix = PrefixCache(
+            self, context.model, config.prefix_cache, int(config.prefix_states * budget_bytes), disk
+        )
 
     def agree(self) -> None:
         """Where the model is divided between processes, give all of them room for as many tokens; once.
@@ -113,6 +123,26 @@ class PagedSession:
         return min((pool.max_pages for pool in self.pools if pool.max_pages is not None), default=None)
 
     @property
+    def page_size(self) -> int:
+        """The setting: tokens in a page."""
+        return self._context.config.page_size
+
+    @property
+    def prefix_interval(self) -> int:
+        """The setting: tokens between places where a stored prompt can be continued."""
+        return self._context.config.prefix_interval
+
+    @property
+    def page_format(self) -> str:
+        """What pages of other sessions must have in common with this one's to hold the same bytes."""
+        return f"{__version__} {self.page_size} {[(layer.index, layer.group) for layer in self.layers]}"
+
+    @property
+    def stateful(self) -> Sequence[int]:
+        """The leaves whose caches have no pages but hold something."""
+        return self._plan.stateful
+
+    @property
     def rewind(self) -> int:
         """The setting: tokens kept behind a window."""
         return self._context.config.rewind
@@ -127,27 +157,31 @@ class PagedSession:
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
         """Empty caches of one new request, in the shape of the model's own list; no pages are taken yet."""
-        row = self.new_sequence(max_kv_size)
+        return self.caches(self.new_sequence(max_kv_size), {})
+
+    def caches(self, row: PagedSequence, others: Mapping[int, Any]) -> list[Any]:
+        """The caches of ``row`` in the shape of the model's own list; ``others`` are those of layers without pages."""
         ours: dict[int, Any] = {layer.index: self.single(layer, row) for layer in self.layers}
         ours |= {index: UnusedCache() for index in self._plan.unused}
-        return replace_leaves(self._context.own_cache(), ours)
+        return replace_leaves(self._context.own_cache(), {**ours, **others})
 
-    def new_sequence(self, max_kv_size: int | None) -> PagedSequence:
-        """An empty sequence for all layers. mlx-lm's size limit keeps the first :data:`KEPT_TOKENS` tokens."""
+    def retentions(self, max_kv_size: int | None) -> list[Retention]:
+        """What a request keeps in each group. mlx-lm's size limit keeps the first :data:`KEPT_TOKENS` tokens."""
         if max_kv_size and max_kv_size <= KEPT_TOKENS:
             raise ConfigError(
                 "max_kv_size",
                 f"{max_kv_size} is not allowed: more than the {KEPT_TOKENS} tokens always kept are needed",
             )
         limited = Retention(max_kv_size, KEPT_TOKENS, self.rewind) if max_kv_size else Retention()
+        return [
+            limited if window is None else Retention(window, 0, self.rewind) for window in self._plan.groups.values()
+        ]
+
+    def new_sequence(self, max_kv_size: int | None) -> PagedSequence:
+        """An empty sequence for all layers."""
         tables = [
-            PageTable(
-                pool.allocator,
-                self.journal,
-                pool.page_size,
-                limited if window is None else Retention(window, 0, self.rewind),
-            )
-            for pool, window in zip(self.pools, self._plan.groups.values(), strict=True)
+            PageTable(pool.allocator, self.journal, pool.page_size, retention)
+            for pool, retention in zip(self.pools, self.retentions(max_kv_size), strict=True)
         ]
         with self.lock:
             return PagedSequence(self, tables, sum(layer.bit for layer in self.layers))
@@ -163,7 +197,8 @@ class PagedSession:
             short = self._short_of_slots(rows, query_lens)
             if short:
                 needed = [query_lens[index] for index in short]
-                reserve(self.pools, self.journal, [rows[index] for index in short], needed, commit=False)
+                needy = [rows[index] for index in short]
+                self.prefix.with_room(lambda: reserve(self.pools, self.journal, needy, needed, commit=False))
 
     def begin(self, rows: Sequence[PagedSequence], query_lens: Sequence[int], width: int) -> Step:
         """Start a forward pass: reserve the pages of all rows in all groups, or none.
@@ -175,7 +210,8 @@ class PagedSession:
         short = self._short_of_slots(rows, query_lens)
         if short:
             needy = [rows[index] for index in short]
-            copies = reserve(self.pools, self.journal, needy, [query_lens[index] for index in short])
+            needed = [query_lens[index] for index in short]
+            copies = self.prefix.with_room(lambda: reserve(self.pools, self.journal, needy, needed))
             for pool, (sources, targets) in zip(self.pools, copies, strict=True):
                 if sources:
                     pool.copy_pages(sources, targets)
@@ -250,7 +286,8 @@ class PagedSession:
                 self.freed_filled += sum(table.filled_slots(tokens) for table in tables)
             freed = sum(table.release() for table in tables)
             if freed:
-                self._context.emit("tinykv_request_freed", RequestFreed(tokens, freed))
+                self.emit("tinykv_request_freed", RequestFreed(tokens, freed))
+            self.prefix.keep_within()
 
     def live_sequences(self) -> list[PagedSequence]:
         """The requests there are; ``lock`` is held, but other threads may be dropping requests meanwhile."""
@@ -276,6 +313,7 @@ class PagedSession:
             audit(self)
 
     def close(self) -> None:
+        self.prefix.close()
         self.closed = True
 
     def _settle(self) -> None:

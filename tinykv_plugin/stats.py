@@ -18,7 +18,8 @@ class PoolStats:
     size of the arrays, ``bytes_used`` the part of it in used pages. ``tokens`` counts each request's tokens,
     ``slots_filled`` the page slots that hold one (shared ones once), of ``slots_used``; ``freed_slots`` and
     ``freed_filled`` add those of requests that have ended, as they were at their end. The rest are counts since attach:
-    ``growths`` of pools, ``cow_copies`` of pages on write, ``evictions`` of cached pages.
+    ``growths`` of pools, ``cow_copies`` of pages on write, ``evictions`` of cached pages, tokens of prompts that were
+    found in the prefix cache (``prefix_hit_tokens``) and that had to be run (``prefix_missed_tokens``).
     """
 
     pages_total: int = 0
@@ -40,6 +41,8 @@ class PoolStats:
     growths: int = 0
     cow_copies: int = 0
     evictions: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_missed_tokens: int = 0
 
     @property
     def waste(self) -> float:
@@ -66,18 +69,21 @@ def collect(session: PagedSession) -> PoolStats:
                     fill[page] = max(fill.get(page, 0), filled)
                     holders[page] = holders.get(page, 0) + 1
         shared += sum(count > 1 for count in holders.values())
-        slots_used += pool.allocator.used * pool.page_size
+        held = pool.allocator.used - pool.allocator.cached_only
+        slots_used += held * pool.page_size
         slots_filled += sum(fill.values())
-        bytes_used += pool.allocator.used * pool.page_bytes
-    used = sum(pool.allocator.used for pool in session.pools)
+        bytes_used += held * pool.page_bytes
+    cached = sum(pool.allocator.cached_only for pool in session.pools)
+    used = sum(pool.allocator.used for pool in session.pools) - cached
     # What is left of the budget is given to the pools as they need it: with several, count it in the largest pages.
     growable = min((pool.limit - pool.allocator.capacity for pool in session.pools), default=0)
     total = sum(pool.allocator.capacity for pool in session.pools) + growable
     return PoolStats(
         pages_total=total,
         pages_used=used,
-        pages_free=total - used,
+        pages_free=total - used - cached,
         pages_shared=shared,
+        pages_cached=cached,
         bytes_total=session.budget.total,
         bytes_reserved=session.budget.reserved,
         bytes_used=bytes_used,
@@ -91,5 +97,7 @@ def collect(session: PagedSession) -> PoolStats:
         peak_bytes_reserved=session.budget.peak,
         growths=sum(pool.growths for pool in session.pools),
         cow_copies=session.cow_copies,
-        evictions=session.evictions,
+        evictions=session.prefix.index.evicted,
+        prefix_hit_tokens=session.prefix.counts.hit_tokens,
+        prefix_missed_tokens=session.prefix.counts.missed_tokens,
     )

@@ -237,6 +237,41 @@ def test_chat(tinykv: Call, stock: Call, tiny_model_dir: Path, monkeypatch: pyte
     assert "KV pages of tiny" in paged.err
 
 
+def test_a_chat_that_starts_again_finds_its_prompts(
+    tinykv: Call, stock: Call, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ["--model", str(tiny_model_dir), "--max-tokens", "12"]
+
+    def typed() -> None:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{TEXT}\nkeys and values\nr\n{TEXT}\nkeys of pages\nq\n"))
+
+    typed()
+    plain = stock("chat", *argv)
+    typed()
+    paged = tinykv("chat", *argv, "--kv-page-size", "8", "--kv-stats")
+    assert without_figures(paged.out) == without_figures(plain)
+    # The first prompt again, all but the token that has to be run.
+    assert "prefix cache: 21 of 44 prompt tokens" in " ".join(paged.err.replace("│", ":").split()).replace(" :", ":")
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_generate_finds_its_prompt_on_disk(
+    tinykv: Call, stock: Call, tiny_model_dir: Path, draft_model_dir: Path, tmp_path: Path, draft: bool
+) -> None:
+    """The second run computes what is new, and a penalty sees the whole prompt."""
+    argv = generate_arguments(tiny_model_dir)
+    argv += ["--draft-model", str(draft_model_dir)] if draft else []
+    plain = stock("generate", *argv)
+    found = []
+    for _ in range(2):
+        paged = tinykv("generate", *argv, "--kv-page-size", "8", "--kv-stats", "--kv-prefix-dir", str(tmp_path))
+        assert (paged.code, without_figures(paged.out)) == (0, without_figures(plain))
+        found += [line for line in paged.err.splitlines() if "prompt tokens were stored" in line]
+    assert len(found) == (4 if draft else 2)
+    assert " 0 of 41 " in found[0]
+    assert " 40 of 41 " in found[-1]
+
+
 @pytest.mark.parametrize("batch_size", ["1", "3"])
 def test_benchmark(tinykv: Call, tiny_model_dir: Path, batch_size: str) -> None:
     argv = ["--model", str(tiny_model_dir), "-p", "16", "-g", "4", "-n", "1", "-b", batch_size]

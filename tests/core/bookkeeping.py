@@ -100,6 +100,7 @@ def make_session(
     max_pages: int = 24,
     rewind: int = 3,
     memory: int = 1 << 30,
+    prefix_cache: float = 1.0,
 ) -> PagedSession:
     """A session with one layer per entry of ``windows``."""
     backend = ArrayBackend(faults)
@@ -111,12 +112,15 @@ def make_session(
         layers.append(PagedLayer(index, LayerChoice("full", window), list(groups).index(name), True, "", SPEC))
     emit: Callable[[str, object], None] = lambda name, event: None  # noqa: E731
     context: Any = SimpleNamespace(
-        config=KVCacheConfig(page_size=page_size, max_pages=max_pages, rewind=rewind, memory=memory),
+        config=KVCacheConfig(
+            page_size=page_size, max_pages=max_pages, rewind=rewind, memory=memory, prefix_cache=prefix_cache
+        ),
         emit=emit,
         gather=backend,
         own_cache=lambda: [None] * len(windows),
+        model=SimpleNamespace(parameters=dict),
     )
-    session = PagedSession(context, CachePlan(layers, groups, [], backend), memory)
+    session = PagedSession(context, CachePlan(layers, groups, [], backend, []), memory)
     for pool in session.pools:
         allocate = pool.allocate
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ def test_what_we_save_stock_goes_on_with(kind: str, length: int, file: str) -> N
         assert kv.stats().pages_used == used
         assert greedy(model, NEXT, 12, cache=cache) == expected, "saving left the cache as it was"
     loaded, metadata = mlx_cache.load_prompt_cache(file, return_metadata=True)
+    assert json.loads(metadata.pop("tinykv"))["version"] == 1
     assert metadata == {"model": "tiny", "chat": ""}
     assert [type(layer) for layer in loaded] == [type(layer) for layer in make_prompt_cache(model)]
     assert greedy(model, NEXT, 12, cache=loaded) == expected
@@ -313,3 +315,59 @@ def test_names_without_suffix_and_paths_are_those_of_stock(tmp_path: Path, monke
     # Readable by whoever may read what the user creates, as stock's files are.
     mlx_cache.save_prompt_cache("stock.safetensors", make_prompt_cache(model))
     assert os.stat("plain.safetensors").st_mode == os.stat("stock.safetensors").st_mode
+
+
+def rewritten(file: str, change: Any) -> None:
+    """Change the header or the arrays of a file of ours."""
+    arrays, metadata = mx.load(file, return_metadata=True)  # type: ignore[misc]
+    mx.eval(arrays)
+    header = json.loads(metadata["0.tinykv"])
+    change(header, arrays)
+    metadata["0.tinykv"] = header if isinstance(header, str) else json.dumps(header)
+    mx.save_safetensors(file, arrays, metadata)
+
+
+@pytest.mark.parametrize("with_model", [True, False])
+def test_r54_files_say_what_they_are(file: str, with_model: bool) -> None:
+    model = make("llama")
+    kv = tinykv.attach(model, page_size=4)
+    cache = kv.make_cache()
+    logits(model, prompt(20), cache)
+    target = kv if with_model else None
+
+    def save() -> None:
+        tinykv.save_prompt_cache(file, cache, {"mine": "yes"})
+
+    save()
+    loaded, metadata = tinykv.load_prompt_cache(file, return_metadata=True, kv=target)
+    assert (loaded[0].offset, metadata) == (20, {"mine": "yes"})
+
+    rewritten(file, lambda header, _: header.update(version=7))
+    with pytest.raises(tinykv.PromptCacheFileError, match=r"cache\.safetensors: is of version 7 .* reads version 1"):
+        tinykv.load_prompt_cache(file, kv=target)
+    save()
+    rewritten(file, lambda _, arrays: arrays.update({"1.0": arrays["1.0"] + 1e-3}))
+    with pytest.raises(tinykv.PromptCacheFileError, match="wrong checksum"):
+        tinykv.load_prompt_cache(file, kv=target)
+    save()
+    rewritten(file, lambda header, _: header.pop("checksum"))
+    with pytest.raises(tinykv.PromptCacheFileError, match="header can't be read"):
+        tinykv.load_prompt_cache(file, kv=target)
+    assert kv.stats().sequences == 1 + with_model
+    del loaded
+
+
+def test_r54_other_weights_are_refused_and_what_passes_through_keeps_its_origin(file: str) -> None:
+    kv = tinykv.attach(make("llama"), page_size=4)
+    cache = kv.make_cache()
+    logits(kv.model, prompt(20), cache)
+    tinykv.save_prompt_cache(file, cache)
+    other = tinykv.attach(make("llama", seed=8), page_size=4)
+    with pytest.raises(tinykv.PromptCacheFileError, match=r"cache\.safetensors: was computed by other weights"):
+        tinykv.load_prompt_cache(file, kv=other)
+    dense = tinykv.load_prompt_cache(file)
+    tinykv.save_prompt_cache(file, dense)
+    with pytest.raises(tinykv.PromptCacheFileError, match="other weights"):
+        tinykv.load_prompt_cache(file, kv=other)
+    assert tinykv.load_prompt_cache(file, kv=kv)[0].offset == 20
+    assert other.stats().pages_used == 0

@@ -65,7 +65,7 @@ def test_stored_prompts_give_way_first(serve: Serve, together: Together, no_stop
     stats = server.stats()
     assert stats["stored_prompts"] > 1
     assert stats["evicted_prompts"] > 0
-    assert stats["pools"]["main"]["pages_used"] > 30
+    assert stats["pools"]["main"]["pages_cached"] > 15
     # Forty pages: four requests of forty tokens.
     answers = together(lambda number: server.complete(words(20, 20 + number), max_tokens=20), range(4))
     assert all(isinstance(answer, str) for answer in answers), answers

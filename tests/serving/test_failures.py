@@ -13,8 +13,8 @@ import openai
 import pytest
 from served import Server, wait_until, words
 
+from tinykv_plugin.prefix_cache import PrefixCache
 from tinykv_plugin.serving.batch import ServedBatch
-from tinykv_plugin.serving.prompt_cache import PagedPromptCache
 
 Serve = Callable[..., Server]
 Together = Callable[..., list[Any]]
@@ -192,7 +192,7 @@ def test_a_prompt_that_cant_be_stored_is_answered(serve: Serve, monkeypatch: pyt
 
     server = serve()
     expected = server.complete(words(9))
-    monkeypatch.setattr(PagedPromptCache, "insert_cache", refuse)
+    monkeypatch.setattr(PrefixCache, "keep", refuse)
     assert server.complete(words(9)) == expected
 
 

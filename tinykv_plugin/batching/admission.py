@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import OutOfPagesError, RequestTooLargeError
-from ..pool import find_room
 from ..sequence import PagedSequence
 from ..session import KEPT_TOKENS, PagedSession
 
@@ -83,10 +82,10 @@ class Admission:
         return OutOfPagesError(pages, limit - pool.allocator.used, limit, pool.page_bytes, pool.page_size, setting)
 
     def has_room(self, need: Footprint, promised: Footprint) -> bool:
-        """Whether ``need`` fits beside what is used now and what is ``promised`` to running requests."""
-        self._session.collect()
-        try:
-            find_room(self._session.pools, (need + promised).pages, last_try=False)
-        except OutOfPagesError:
-            return False
-        return True
+        """Whether ``need`` fits beside what is used now and what is ``promised`` to running requests.
+
+        Stored prompts that nobody uses give way to it.
+        """
+        with self._session.lock:
+            self._session.collect()
+            return self._session.prefix.make_room((need + promised).pages)

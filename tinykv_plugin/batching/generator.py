@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import logging
 import time
 import traceback
@@ -24,6 +26,7 @@ from ..session import PagedSession
 from .admission import Admission, Footprint
 from .guard import guard_processors, guard_sampler
 from .responses import FailedResponse, Offers
+from .sharing import PromptSharing
 
 log = logging.getLogger("tinykv")
 
@@ -50,11 +53,11 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
     - Prompts are processed in chunks of equal length, so nothing is padded: no compute is spent on padding, and
       recurrent layers never see it.
 
-    ``reclaim`` is called when pages are short, before anyone is preempted: it gives up something that only caches
-    pages (such as a stored prompt) and returns whether it did.
+    - Prompts and answers are stored in the model's prefix cache, and requests begin with what it has of their prompt;
+      of requests that begin alike the first one runs the common part. Stored prompts give way when pages are short.
     """
 
-    def __init__(self, model: Any, *, reclaim: Callable[[], bool] | None = None, **options: Any) -> None:
+    def __init__(self, model: Any, **options: Any) -> None:
         self._offers = Offers()
         self._old_wired_limit = None  # for mlx-lm's __del__, should this raise
         kv = attachment_of(model)
@@ -75,12 +78,14 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         self._kv = kv
         self._session = session
         self._on_full = kv.config.on_full
-        self._reclaim = reclaim or (lambda: False)
+        self._sharing = PromptSharing(session)
         self._admission = Admission(session, self.prefill_step_size)
         # Preempted rows: their place in the stop automaton and the number of tokens they have returned.
         self._resumed: dict[int, tuple[Any, int]] = {}
         # Caches given without saying which tokens are in them: a preempted row starts again from there.
         self._given: dict[int, list[Any]] = {}
+        # Requests that came with a cache of their own: the prefix cache is not asked.
+        self._brought: set[int] = set()
         self._reported: dict[int, Exception] = {}
 
     # mlx-lm's own state, typed here: waiting requests as tuples; [segments, done, total] of those in the prompt batch.
@@ -109,7 +114,9 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                 self.counts.refused += 1
                 raise
         caches = [self._own_pages(cache) for cache in caches] if caches else None
+        brought = [cache is not None for cache in caches or ()]
         uids: list[int] = super().insert_segments(segments, max_tokens, caches, all_tokens, *options, **named_options)
+        self._brought.update(itertools.compress(uids, brought))
         new = [self._unprocessed_sequences.pop() for _ in uids]
         for uid, _, _, cache, known, *_ in new:
             row = _row(cache)
@@ -126,6 +133,8 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             self._resumed.pop(uid, None)
             self._given.pop(uid, None)
             self._reported.pop(uid, None)
+        self._brought.difference_update(uids)
+        self._sharing.forget(uids)
         removed: dict[int, Any] = super().remove(uids, return_prompt_caches)
         return removed
 
@@ -195,28 +204,53 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         return out
 
     def _admit(self) -> None:
-        """Move waiting requests, in order, into the prompt batch while their prompts fit."""
+        """Move waiting requests, in order, into the prompt batch while their prompts fit.
+
+        Those that wait for a common beginning let others pass; that one is being processed, so they won't starve.
+        """
         slots = min(
             self.prefill_batch_size - len(self._prompt_batch),
             self.completion_batch_size - len(self._generation_batch) - len(self._prompt_batch),
-            len(self._unprocessed_sequences),
         )
-        for _ in range(slots):
-            need = self._need(self._unprocessed_sequences[0])
-            while not self._admission.has_room(need, self._promised()):
-                if not self._reclaim():
-                    break
-            else:
-                self._prompt_batch.extend(self._make_batch(1))
+        queue = self._unprocessed_sequences
+        index = 0
+        while slots > 0 and index < len(queue):
+            if self._waits_for_another(queue[index]):
+                index += 1
                 continue
-            if self.running or self._offers.open:
-                if self._offers.open or self._on_full != "error":
-                    return
-                uid = self._unprocessed_sequences[0][0]
-                self._reported[uid] = self._admission.no_room(need)
-                return
+            request = self._with_stored_prompt(queue[index])
+            need = self._need(request)
             # Alone it fits by require_possible; what its footprint exceeds the free pages by is estimate.
+            alone = not (self.running or self._offers.open)
+            if not alone and not self._admission.has_room(need, self._promised()):
+                if not self._offers.open and self._on_full == "error":
+                    self._reported[request[0]] = self._admission.no_room(need)
+                return
+            del queue[index]
+            queue.appendleft(request)
             self._prompt_batch.extend(self._make_batch(1))
+            self._sharing.admitted(request)
+            slots -= 1
+
+    def _waits_for_another(self, request: Any) -> bool:
+        """Whether a request in the prompt batch is computing what this one begins with."""
+        if request[0] in self._brought or request[4]:
+            return False
+        batch = self._prompt_batch
+        running = {
+            uid: (tokens, state[0])
+            for uid, tokens, state in zip(batch.uids, batch.tokens, self._currently_processing, strict=True)
+        }
+        return self._sharing.must_wait(request, self._limit_of(request), running)
+
+    def _with_stored_prompt(self, request: Any) -> Any:
+        if request[0] in self._brought or request[4]:
+            return request
+        return self._sharing.begin(request, self._limit_of(request))
+
+    def _limit_of(self, request: Any) -> int | None:
+        row = _row(request[3])
+        return row.max_kv_size if row is not None else None
 
     def _finish_prompts(self, out: list[Any]) -> list[Any]:
         """Start generating for the rows that have only the last prompt token left."""
@@ -234,6 +268,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         uids = [self._prompt_batch.uids[i] for i in ready]
         self._currently_processing = [x for i, x in enumerate(self._currently_processing) if i not in ready]
         starting = self._prompt_batch.split(ready)
+        self._sharing.forget(uids)
         try:
             batch = starting.generate(inputs)
         except Exception as error:
@@ -275,7 +310,17 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             self._fail(uids, error, out)
             return []
         self._counters.prompt_time += time.perf_counter() - start
+        self._store_prompts()
         return responses
+
+    def _store_prompts(self) -> None:
+        """Others may begin like the prompts that are being processed."""
+        batch = self._prompt_batch
+        rows = rows_of(batch.prompt_cache)
+        for index, tokens in enumerate(batch.tokens):
+            self._sharing.store_prompt(
+                tokens, rows[index] if rows else None, functools.partial(batch.extract_cache, index)
+            )
 
     # Room ---------------------------------------------------------------------------------------------------------
 
@@ -303,7 +348,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             except FULL as error:
                 if self._offers.open:
                     return False
-                if not self._reclaim() and not self._release_waiting():
+                if not self._release_waiting():
                     self._make_room(error, out)
         return True
 
@@ -365,10 +410,14 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
     def _requeue(self, batch: Any, index: int, segments: list[list[int]]) -> None:
         rows = rows_of(batch.prompt_cache)
         uid = batch.uids[index]
+        # Unless its pages are all needed, less has to be computed again.
+        self._sharing.store(batch.tokens[index], batch.extract_cache(index))
+        self._sharing.forget([uid])
         if uid in self._given:
             cache = copy.deepcopy(self._given[uid])
         else:
             cache = self._session.make_cache(rows[index].max_kv_size if rows else None)
+            self._brought.discard(uid)
         request: tuple[Any, ...] = (
             uid,
             segments,
@@ -385,6 +434,8 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
 
     def _finished(self, response: Any) -> Any:
         self._given.pop(response.uid, None)
+        self._brought.discard(response.uid)
+        self._sharing.store(response.all_tokens, response.prompt_cache)
         return self._offers.finished(response)
 
     def _need(self, request: Any) -> Footprint:
@@ -442,9 +493,13 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
 
     def _chunk(self) -> int:
         """Tokens of each row in the next prompt step."""
-        rows = len(self._currently_processing)
-        shortest: int = min(len(segments[0]) for segments, *_ in self._currently_processing)
-        return max(1, min(shortest, int(self.prefill_step_size) // rows))
+        rows = self._currently_processing
+        most = [int(self.prefill_step_size) // len(rows), *(len(segments[0]) for segments, *_ in rows)]
+        for uid, tokens in zip(self._prompt_batch.uids, self._prompt_batch.tokens, strict=True):
+            stop = self._sharing.until_stop(uid, len(tokens))
+            if stop is not None:
+                most.append(stop)
+        return max(1, min(most))
 
     def _own_pages(self, cache: list[Any] | None) -> list[Any] | None:
         """``cache`` in pages of this model: mlx-lm's own caches are copied into pages, others' are refused."""

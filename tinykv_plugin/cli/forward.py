@@ -16,6 +16,7 @@ from .models import DENSE, AttachedModels
 from .patches import arguments
 from .prompt_files import paged_prompt_files
 from .stats import print_reports
+from .stored_prompts import stored_prompts
 
 MAX_KV_SIZE = "--max-kv-size"
 SHORTEST_MAX_KV_SIZE = "--max-k"
@@ -35,7 +36,12 @@ def forward(command: MlxLmCommand, argv: Sequence[str]) -> int:
     _refuse_quantized_pages(config, rest)
     with log_to_stderr(verbose=config.verbose):
         check_plugins(config)
-        with AttachedModels(config) as models, paged_prompt_files(models), _served(command, config), divided(command):
+        with (
+            AttachedModels(config) as models,
+            paged_prompt_files(models),
+            divided(command),
+            _prepared(command, config, models),
+        ):
             try:
                 _call(command, rest)
             finally:
@@ -63,13 +69,20 @@ def _configuration(
     return KVCacheConfig(**fields, max_kv_size=size), rest
 
 
-def _served(command: MlxLmCommand, config: KVCacheConfig) -> contextlib.AbstractContextManager[None]:
-    """For the server, our response generator, prompt cache and handler in the place of mlx-lm's."""
-    if command.name != "server":
-        return contextlib.nullcontext()
-    from ..serving.server import paged_server
+def _prepared(
+    command: MlxLmCommand, config: KVCacheConfig, models: AttachedModels
+) -> contextlib.AbstractContextManager[None]:
+    """For the server, our response generator, prompt cache and handler in the place of mlx-lm's.
 
-    return paged_server(config.max_queue)
+    For commands that answer prompts, what is stored of them.
+    """
+    if command.name == "server":
+        from ..serving.server import paged_server
+
+        return paged_server(config.max_queue)
+    if command.name in ("generate", "chat") and config.cache != DENSE:
+        return stored_prompts(models)
+    return contextlib.nullcontext()
 
 
 def check_plugins(config: KVCacheConfig) -> None:
@@ -131,6 +144,9 @@ def _help(command: MlxLmCommand, argv: Sequence[str]) -> int:
 
 
 def _call(command: MlxLmCommand, argv: Sequence[str]) -> None:
+    if command.name == "server":
+        # mlx-lm keeps ten prompts. In pages, bytes are the limit, unless a number is given.
+        argv = ["--prompt-cache-size", str(10**9), *argv]
     main = cast("Callable[[], object]", command.load())
     # argparse shows the base name of the first argument as the program.
     with arguments([f"tinykv {command.name}", *argv]):

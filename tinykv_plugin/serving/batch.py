@@ -11,10 +11,8 @@ import mlx.core as mx
 from mlx_lm import server as mlx_server
 
 from ..batching.generator import PagedBatchGenerator
-from .failures import without_traceback
 from .metrics import ServerMetrics
 from .prompt import Prompt
-from .prompt_cache import PagedPromptCache
 from .ticket import Ticket
 
 log = logging.getLogger("tinykv")
@@ -22,14 +20,10 @@ log = logging.getLogger("tinykv")
 
 @dataclass
 class _Row:
-    """A request in the generator. ``kinds`` says what each prompt segment still to come is, for the prompt cache.
-
-    ``done`` tokens of its prompt have been run.
-    """
+    """A request in the generator; ``done`` tokens of its prompt have been run."""
 
     ticket: Ticket
     detokenizer: Any
-    kinds: list[str]
     done: int = 0
     prompting: bool = True
 
@@ -41,20 +35,12 @@ class ServedBatch:
     read ``running``, the number of requests that have pages.
     """
 
-    def __init__(
-        self,
-        provider: Any,
-        prompt_cache: PagedPromptCache,
-        metrics: ServerMetrics,
-        **options: Any,
-    ) -> None:
+    def __init__(self, provider: Any, metrics: ServerMetrics, **options: Any) -> None:
         self._tokenizer = provider.tokenizer
-        self._model_key = provider.model_key
-        self._prompt_cache = prompt_cache
         self._metrics = metrics
         self._rows: dict[int, _Row] = {}
         self.running = 0
-        self._generator = PagedBatchGenerator(provider.model, reclaim=prompt_cache.reclaim, **options)
+        self._generator = PagedBatchGenerator(provider.model, **options)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -72,20 +58,14 @@ class ServedBatch:
 
     def add(self, ticket: Ticket, prompt: Prompt) -> None:
         """Queue a request. Raises RequestTooLargeError if it can never fit."""
-        cache, rest = self._prompt_cache.fetch_nearest_cache(self._model_key, prompt.tokens)
-        reused = len(prompt.tokens) - len(rest)
-        segments, kinds = prompt.after(reused)
-        row = _Row(ticket, self._tokenizer.detokenizer, kinds)
+        row = _Row(ticket, self._tokenizer.detokenizer)
         (uid,) = self._generator.insert_segments(
-            [segments],
+            [prompt.segments],
             [prompt.max_tokens],
-            caches=[cache],
-            all_tokens=[prompt.tokens[:reused]],
             samplers=[prompt.sampler],
             logits_processors=[prompt.logits_processors],
             stop_sequences=[prompt.stop_sequences],
         )
-        prompt.context.prompt_cache_count = reused
         ticket.accept(prompt.context)
         self._rows[uid] = row
 
@@ -96,7 +76,6 @@ class ServedBatch:
         prompted, generated = generator.next()
         self._metrics.preemptions.inc(generator.counts.preempted - preempted)
         self._report(prompted, generator._counters.prompt_tokens - run)
-        self._store_segments(prompted)
         self._deliver(generated)
         # What was not stored is not wanted; there may be no next step to free its pages.
         generator._offers.withdraw()
@@ -136,25 +115,6 @@ class ServedBatch:
         if run > 0:
             self._metrics.recomputed(run)
 
-    def _store_segments(self, responses: Iterable[Any]) -> None:
-        """Keep the caches of prompts that have come to the end of a segment: others may begin in the same way."""
-        ends = [
-            response.uid
-            for response in responses
-            if response.end_of_segment and not response.end_of_prompt and response.uid in self._rows
-        ]
-        for uid, (cache, tokens) in self._generator.extract_cache(ends).items():
-            kinds = self._rows[uid].kinds
-            if kinds:
-                self._store(tokens, cache, kinds.pop(0))
-
-    def _store(self, tokens: list[int], cache: list[Any], kind: str) -> None:
-        try:
-            self._prompt_cache.insert_cache(self._model_key, tokens[:], cache, cache_type=kind)
-        except Exception as error:
-            # The answer doesn't depend on it.
-            log.error("a prompt could not be stored: %s", without_traceback(error))
-
     def _deliver(self, responses: Iterable[Any]) -> None:
         ours = [(self._rows[response.uid], response) for response in responses if response.uid in self._rows]
         for row, response in ours:
@@ -193,4 +153,3 @@ class ServedBatch:
         if finish is not None:
             row.ticket.put(None)
             del self._rows[response.uid]
-            self._store(response.all_tokens, response.prompt_cache, "assistant")

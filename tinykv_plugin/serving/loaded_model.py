@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from ..attachment import attachment_of
 from ..batching.admission import Admission
+from ..prefix_cache import PrefixCache
 from ..session import PagedSession
 
 log = logging.getLogger("tinykv")
@@ -28,7 +28,7 @@ class LoadedModel:
         self.sessions: dict[str, PagedSession] = {}
         self.paged = True
         self.failed = False
-        self._max_kv_size: int | None = None
+        self.max_kv_size: int | None = None
 
     def is_named(self, names: Any) -> bool:
         """Whether this is the model that a request names."""
@@ -60,7 +60,15 @@ class LoadedModel:
         self.name = None
         self.sessions = {}
 
-    def make_room(self, tokens: int, drafted: int, chunk: int, reclaim: Callable[[], bool]) -> None:
+    @property
+    def prefixes(self) -> list[PrefixCache]:
+        """The stored prompts of the model and, if there is one, of its draft model; none unless all have pages."""
+        labels = ["main", "draft"] if self.provider.draft_model is not None else ["main"]
+        if not all(label in self.sessions for label in labels):
+            return []
+        return [self.sessions[label].prefix for label in labels]
+
+    def make_room(self, tokens: int, drafted: int, chunk: int) -> None:
         """Have stored prompts give way until a request of ``tokens`` tokens, served alone, finds its pages.
 
         ``drafted`` tokens may be written beyond and taken back, ``chunk`` is the most it processes in one step. Raises
@@ -70,10 +78,9 @@ class LoadedModel:
             tokens += drafted + 1
         for session in self.sessions.values():
             admission = Admission(session, chunk)
-            admission.require_possible(tokens, self._max_kv_size)
-            need = admission.footprint(tokens, self._max_kv_size)
-            while not admission.has_room(need, admission.nothing()) and reclaim():
-                pass
+            admission.require_possible(tokens, self.max_kv_size)
+            need = admission.footprint(tokens, self.max_kv_size)
+            admission.has_room(need, admission.nothing())
 
     def held_bytes(self) -> int:
         """Bytes of all used pages, of requests and stored prompts, each once."""
@@ -91,7 +98,7 @@ class LoadedModel:
             kv = attachment_of(model) if model is not None else None
             if kv is not None and isinstance(kv.session, PagedSession):
                 sessions[label] = kv.session
-                self._max_kv_size = kv.config.max_kv_size
+                self.max_kv_size = kv.config.max_kv_size
         self.sessions = sessions
         self.paged = provider.model is None or "main" in sessions
         self.name = str(provider.model_key[0]) if provider.model_key else None

@@ -100,6 +100,7 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
             seed: Any = mx.distributed.all_sum(state[0]).view(mx.uint64).item()
             mx.random.seed(seed)
         self._model.load_default()
+        self._stored.use(self._model.prefixes, self._model.max_kv_size)
         while not self._stop:
             try:
                 if self._model.paged:
@@ -173,6 +174,7 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
         if not self._model.is_named(args.model):
             self._forget_model()
             self._model.load(args.model)
+            self._stored.use(self._model.prefixes, self._model.max_kv_size)
         if not self._model.paged:
             self._line.give_back(ticket)
             return
@@ -190,7 +192,6 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
         if self._batch is None:
             self._batch = ServedBatch(
                 self.model_provider,
-                self._stored,
                 self.metrics,
                 completion_batch_size=self.cli_args.decode_concurrency,
                 prefill_batch_size=self.cli_args.prompt_concurrency,
@@ -224,7 +225,7 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
         if self._alone is not None:
             tokens = len(tokenized[0]) + args.max_tokens
             chunk = self.cli_args.prefill_step_size
-            self._model.make_room(tokens, args.num_draft_tokens, chunk, self._stored.reclaim)
+            self._model.make_room(tokens, args.num_draft_tokens, chunk)
         return tokenized
 
     # Letting go -----------------------------------------------------------------------------------------------------
@@ -234,7 +235,11 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
             super()._log_cache_stats()
 
     def _keep_limit(self) -> None:
-        """Keep stored prompts and requests together within ``--prompt-cache-bytes``, as far as the former can help."""
+        """Keep to ``--prompt-cache-size`` and ``--prompt-cache-bytes``.
+
+        Within the latter stored prompts and requests together, as far as the former can help.
+        """
+        self._stored.trim_to(n_sequences=self._stored.max_size)
         if self._limit is not None:
             while self._model.held_bytes() > self._limit and self._stored.reclaim():
                 pass

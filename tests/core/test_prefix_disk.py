@@ -1,0 +1,231 @@
+"""Stored prompts on disk: found after a restart and by other processes, whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+from test_prefix_cache import assert_as_cold, run
+
+import tinykv_plugin as tinykv
+from tinykv_plugin.errors import ConfigError
+from tinykv_plugin.prefix_store import PrefixStore
+
+FULL, WINDOW, HYBRID, RECURRENT = "llama", "gemma3_text", "qwen3_next", "mamba"
+
+
+def attached(folder: Path, kind: str = FULL, **fields: Any) -> Any:
+    settings = {"page_size": 4, "memory": "4MiB", "prefix_dir": str(folder), **fields}
+    return tinykv.attach(models.shared(kind), **settings)
+
+
+def store(kv: Any, tokens: list[int]) -> None:
+    kv.prefix_cache.insert(tokens, run(kv, tokens, chunk=4))
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("attention", ["auto", "gather"])
+@pytest.mark.parametrize("kind", [FULL, WINDOW, HYBRID, RECURRENT])
+def test_a_restart_finds_what_was_stored(tmp_path: Path, kind: str, attention: str) -> None:
+    tokens = models.prompt(40)
+    with attached(tmp_path, kind, attention=attention) as kv:
+        for length in (20, 40):
+            store(kv, tokens[:length])
+    with attached(tmp_path, kind, attention=attention) as kv:
+        asked = [*tokens, 1, 2]
+        assert assert_as_cold(kv, asked) == 40
+        assert kv.prefix_cache.counts.disk_tokens == 40
+        # What was loaded is in memory now.
+        assert assert_as_cold(kv, asked) == 40
+        assert kv.prefix_cache.counts.disk_tokens == 40
+        assert assert_as_cold(kv, [*tokens[:20], *models.prompt(4, 3)]) == 20
+        kv.check()
+
+
+def test_what_gave_way_comes_back(tmp_path: Path) -> None:
+    kv = attached(tmp_path, max_pages=12)
+    prompts = [models.prompt(24, seed) for seed in range(6)]
+    for tokens in prompts:
+        store(kv, tokens)
+    kv.prefix_cache._disk.flush()
+    assert kv.stats().evictions > 20
+    for tokens in prompts:
+        cache, rest = kv.prefix_cache.fetch([*tokens, 1])
+        assert rest == [1]
+        cold = kv.make_cache()
+        got = models.logits(kv.model, rest, cache)[-1]
+        del cache
+        assert models.largest_difference(got, models.logits(kv.model, [*tokens, 1], cold)[-1]) < 1e-4
+        del cold
+        kv.check()
+    assert kv.prefix_cache.counts.disk_tokens >= 4 * 24
+
+
+def test_what_is_in_use_is_not_pushed_out_to_load_more(tmp_path: Path) -> None:
+    tokens, other = models.prompt(40), models.prompt(24, 1)
+    with attached(tmp_path) as kv:
+        store(kv, tokens)
+    kv = attached(tmp_path, max_pages=12)
+    running = run(kv, other)
+    assert kv.prefix_cache.fetch([*tokens, 1])[1] == [*tokens, 1]
+    kv.check()
+    assert running[0].offset == 24
+    del running
+    assert kv.prefix_cache.fetch([*tokens, 1])[1] == [1]
+
+
+def test_other_formats_and_weights_do_not_find_it(tmp_path: Path) -> None:
+    tokens = models.prompt(40)
+    with attached(tmp_path) as kv:
+        store(kv, tokens)
+    for kv in (
+        attached(tmp_path, page_size=8),
+        tinykv.attach(models.shared(FULL, seed=9), page_size=4, prefix_dir=str(tmp_path)),
+        attached(tmp_path, WINDOW),
+    ):
+        assert assert_as_cold(kv, [*tokens, 1]) == 0
+        kv.detach()
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "gone", "empty", "foreign"])
+def test_a_damaged_file_is_not_used(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    tokens = models.prompt(24)
+    with attached(tmp_path) as kv:
+        store(kv, tokens)
+    for path in files(tmp_path):
+        data = path.read_bytes()
+        middle = len(data) // 2
+        new = {
+            "cut": data[:-7],
+            "flip": data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :],
+            "empty": b"",
+            "foreign": b"something else",
+        }
+        path.unlink() if damage == "gone" else path.write_bytes(new[damage])
+    kv = attached(tmp_path)
+    assert assert_as_cold(kv, [*tokens, 1]) == 0
+    assert ("checksum" in caplog.text) == (damage != "gone")
+    kv.prefix_cache._disk.flush()
+    assert len(files(tmp_path)) < 6
+    # And it can be stored again.
+    store(kv, tokens)
+    kv.prefix_cache.flush()
+    kv.prefix_cache.clear()
+    assert assert_as_cold(kv, [*tokens, 1]) == 24
+
+
+def test_the_limit_holds_and_the_oldest_go_first(tmp_path: Path) -> None:
+    kv = attached(tmp_path)
+    page = kv.groups[0].page_bytes
+    kv.detach()
+    limit = 20 * (page + 2000)
+    prompts = [models.prompt(16, seed) for seed in range(12)]
+    for tokens in prompts:
+        with attached(tmp_path, prefix_disk=limit) as kv:
+            store(kv, tokens)
+            if tokens == prompts[3]:
+                kv.prefix_cache.fetch([*prompts[0], 1])  # used again
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= limit
+    with attached(tmp_path) as kv:
+        found = [kv.prefix_cache.matched([*tokens, 1]) for tokens in prompts]
+    assert found[-4:] == [16] * 4
+    assert found[1:4] == [0] * 3
+    assert found[0] >= found[1]
+
+
+def test_two_processes_share_a_folder(tmp_path: Path) -> None:
+    tokens = models.prompt(24)
+    first, second = attached(tmp_path), attached(tmp_path)
+    store(first, tokens)
+    first.prefix_cache.flush()
+    assert assert_as_cold(second, [*tokens, 1]) == 24
+    for path in files(tmp_path):
+        path.unlink()  # as another process does that keeps its limit
+    second.prefix_cache.clear()
+    assert assert_as_cold(second, [*tokens, 1]) == 0
+
+
+WRITER = """
+import random, sys, time
+import mlx.core as mx
+from tinykv_plugin.prefix_store import PrefixStore
+from tinykv_plugin.prefix_tree import page_hash, token_bytes
+store = PrefixStore(sys.argv[1], 200_000)
+rng = random.Random(int(sys.argv[2]))
+print("ready", flush=True)
+while True:
+    tokens = token_bytes([rng.randrange(50)] * 4)
+    array = mx.full((1, 1, 4, 64), float(tokens[0]))
+    key = page_hash(b"salt", tokens)
+    store.save(key, tokens, 0, [True], lambda: {"0.keys": array, "0.values": array}, None, wait=True)
+    found = store.find(key, tokens)
+    if found is not None:
+        store.load(found)
+"""
+
+
+def test_killed_at_any_moment_it_stays_usable(tmp_path: Path) -> None:
+    """Two writers on one folder, killed again and again: every entry that is left is whole."""
+    rng = random.Random(5)
+    for turn in range(4):
+        writers = [
+            subprocess.Popen(
+                [sys.executable, "-c", WRITER, str(tmp_path), str(2 * turn + number)], stdout=subprocess.PIPE, text=True
+            )
+            for number in range(2)
+        ]
+        for writer in writers:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "ready\n"
+        time.sleep(rng.uniform(0.05, 0.4))
+        for writer in writers:
+            writer.send_signal(signal.SIGKILL)
+            writer.wait()
+            assert writer.stdout is not None
+            writer.stdout.close()
+    store = PrefixStore(tmp_path, 200_000)
+    with contextlib.closing(sqlite3.connect(store._folder / "index.sqlite")) as db:
+        rows = db.execute("SELECT hash, tokens, bytes FROM pages").fetchall()
+    assert len(rows) > 10
+    assert sum(size for *_, size in rows) <= 200_000 + 5000
+    for key, tokens, _ in rows:
+        found = store.find(key, tokens)
+        assert found is not None
+        arrays = store.load(found)
+        assert arrays is not None
+        assert (arrays["0.keys"] == float(tokens[0])).all()
+    store.close()
+
+
+def test_a_folder_that_goes_away_costs_no_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kv = attached(tmp_path / "pages", max_pages=16)
+    store(kv, models.prompt(24))
+    for path in sorted((tmp_path / "pages").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    for seed in range(1, 4):
+        store(kv, models.prompt(24, seed))
+        assert assert_as_cold(kv, [*models.prompt(20, seed), 1]) == 20
+    kv.prefix_cache._disk.flush()
+    assert "was not stored" in caplog.text
+
+
+def test_a_folder_that_cant_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"prefix_dir: '.*file' can't be used: .*a writable folder will"):
+        attached(tmp_path / "file").make_cache()
+    with pytest.raises(ConfigError, match=r"prefix_disk: .*many.* is not allowed: it must be a size such as 4GiB"):
+        attached(tmp_path, prefix_disk="many")
+    with pytest.raises(ConfigError, match="prefix_disk: 0 is not allowed"):
+        attached(tmp_path, prefix_disk=0)

@@ -1,0 +1,121 @@
+"""``generate`` and ``chat`` begin with what is stored of their prompts, and store them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from .models import AttachedModels
+from .patches import replaced
+
+
+@contextlib.contextmanager
+def stored_prompts(models: AttachedModels) -> Iterator[None]:
+    """While the block runs, mlx-lm's generation loops use the prefix caches of attached models.
+
+    A cache that holds something already, such as a file's or an earlier turn's, is used as it is.
+    """
+    generate: Any = importlib.import_module("mlx_lm.generate")
+    steps = _StoredSteps(models)
+    with (
+        replaced(generate, "generate_step", steps.single(generate.generate_step)),
+        replaced(generate, "speculative_generate_step", steps.drafted(generate.speculative_generate_step)),
+    ):
+        yield
+
+
+class _StoredSteps:
+    """Wraps mlx-lm's generation loops. Remembers which tokens are in the caches of the conversation under way."""
+
+    def __init__(self, models: AttachedModels) -> None:
+        self._models = models
+        self._cache: list[Any] | None = None
+        self._tokens: list[int] = []
+
+    def single(self, original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        """``generate_step``."""
+
+        def generate_step(prompt: Any, model: Any, *args: Any, **options: Any) -> Iterator[Any]:
+            def start(rest: Any, **changed: Any) -> Iterator[Any]:
+                return original(rest, model, *args, **{**options, **changed})
+
+            return self._run(prompt, [model], start, options)
+
+        return generate_step
+
+    def drafted(self, original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        """``speculative_generate_step``."""
+
+        def speculative_generate_step(
+            prompt: Any, model: Any, draft_model: Any, *args: Any, **options: Any
+        ) -> Iterator[Any]:
+            def start(rest: Any, **changed: Any) -> Iterator[Any]:
+                return original(rest, model, draft_model, *args, **{**options, **changed})
+
+            return self._run(prompt, [model, draft_model], start, options)
+
+        return speculative_generate_step
+
+    def _run(
+        self, prompt: Any, models: Sequence[Any], start: Callable[..., Iterator[Any]], options: dict[str, Any]
+    ) -> Iterator[Any]:
+        store = self._store(models, options.get("max_kv_size"))
+        if store is None or options.get("input_embeddings") is not None:
+            yield from start(prompt)
+            return
+        from mlx_lm.models.cache import make_prompt_cache
+
+        given = options.get("prompt_cache")
+        cache: list[Any] = given if given is not None else []
+        if given is None:
+            limit = {"max_kv_size": options.get("max_kv_size")} if len(models) == 1 else {}
+            cache = [layer for model in models for layer in make_prompt_cache(model, **limit)]
+        rest, changed = prompt, {"prompt_cache": cache}
+        tokens = prompt.tolist()
+        if all(layer.empty() for layer in cache):
+            found, left = store.fetch_nearest_cache(None, tokens)
+            if found is not None:
+                cache[:] = found
+                known, rest = prompt[: len(tokens) - len(left)], prompt[len(tokens) - len(left) :]
+                changed["logits_processors"] = _with_known(known, options.get("logits_processors"))
+        elif cache is self._cache:
+            tokens = self._tokens + tokens
+        else:
+            yield from start(prompt, **changed)
+            return
+        try:
+            for step in start(rest, **changed):
+                tokens.append(int(step[0]))
+                yield step
+        finally:
+            store.insert_cache(None, tokens, cache)
+            # The caller's list, which its next turn comes with.
+            self._cache, self._tokens = given, tokens[: min(_offsets(cache), default=0)]
+
+    def _store(self, models: Sequence[Any], max_kv_size: int | None) -> Any:
+        """The prefix caches of the models that generate together; None unless all have one."""
+        from ..serving.prompt_cache import PagedPromptCache
+        from ..session import PagedSession
+
+        found = [self._models.find(model) for model in models]
+        if not all(kv is not None and isinstance(kv.session, PagedSession) for kv in found):
+            return None
+        store = PagedPromptCache()
+        store.use([kv.prefix_cache for kv in found if kv is not None], max_kv_size or self._models.config.max_kv_size)
+        return store
+
+
+def _with_known(known: Any, processors: Sequence[Callable[[Any, Any], Any]] | None) -> list[Callable[[Any, Any], Any]]:
+    """``processors`` that are shown the whole prompt, of which ``known`` need not be run."""
+    import mlx.core as mx
+
+    def with_known(processor: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        return lambda tokens, logits: processor(mx.concatenate([known, tokens]), logits)
+
+    return [with_known(processor) for processor in processors or ()]
+
+
+def _offsets(cache: Sequence[Any]) -> list[int]:
+    return [layer.offset for layer in cache if isinstance(getattr(layer, "offset", None), int)]

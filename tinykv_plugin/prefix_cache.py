@@ -1,0 +1,301 @@
+"""PrefixCache: prompts that were run before, their pages shared with whoever begins in the same way."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from . import layout
+from .cache import PagedKVCache
+from .errors import CacheStateError, OutOfPagesError, PoolGrowthError
+from .fingerprint import ModelFingerprint
+from .pool import find_room
+from .prefix_cut import Cut, best_cut
+from .prefix_disk import PrefixDisk
+from .prefix_index import PrefixIndex, States
+from .prefix_tree import token_bytes
+
+if TYPE_CHECKING:
+    from .sequence import PagedSequence
+    from .session import PagedSession
+
+T = TypeVar("T")
+
+
+@dataclass
+class PrefixCounts:
+    """What happened so far.
+
+    Tokens of prompts that were found (``hit_tokens``) and not (``missed_tokens``), prompts of which something was found
+    (``hits``) and not (``misses``), tokens that came from the disk (``disk_tokens``, among those found), tokens that
+    were stored but could not be used (``refused``), by reason.
+    """
+
+    hit_tokens: int = 0
+    missed_tokens: int = 0
+    hits: int = 0
+    misses: int = 0
+    disk_tokens: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+
+
+class PrefixCache:
+    """Stored prompts of one attachment, page by page; used with ``kv.prefix_cache``.
+
+    Pages are shared with the requests that made them and those that continue them; where one ends inside a page,
+    whoever writes there next gets a copy. Pages that nobody else holds are evicted, the least recently used first, as
+    soon as requests need them; with a folder (setting ``prefix_dir``) they go there and are found again. Layers without
+    pages (recurrent ones) are stored as they were at the end of what is inserted. Other weights (LoRA adapters) of the
+    model have prompts of their own.
+    """
+
+    def __init__(
+        self, session: PagedSession, model: Any, share: float, state_bytes: int, disk: PrefixDisk | None
+    ) -> None:
+        self.counts = PrefixCounts()
+        self.index = PrefixIndex(session, state_bytes)
+        self._share = share
+        self._session = session
+        self._disk = disk
+        self._fingerprint = ModelFingerprint(model)
+        self._salts: dict[tuple[bytes, int | None], bytes] = {}
+        if disk is not None:
+            self.index.on_evict = disk.save
+
+    # What authors use -----------------------------------------------------------------------------------------------
+
+    def fetch(self, tokens: Sequence[int], max_kv_size: int | None = None) -> tuple[list[Any], list[int]]:
+        """A new request's caches with the longest stored prefix of ``tokens``, and the tokens still to run.
+
+        At least the last token is left to run. With nothing stored the caches are empty.
+        """
+        cache, rest, _ = self.attach(tokens, max_kv_size)
+        return cache, rest
+
+    def insert(self, tokens: Sequence[int], cache: Sequence[Any]) -> int:
+        """Store ``cache`` (one request's), which holds ``tokens``; it can be used further. Returns the tokens stored.
+
+        If the cache holds fewer tokens, these are stored. Raises CacheStateError for another model's cache.
+        """
+        row = _row(cache)
+        with self._session.lock:
+            if row is None and not self._session.layers:
+                row = self._session.new_sequence(None)  # nothing of this model is in pages
+                row.tokens = len(tokens)
+            if row is None or row.session is not self._session:
+                raise CacheStateError("the prefix cache stores paged caches of its own model's attachment only")
+            row.heal()
+            return self.keep(tokens, row, dict(enumerate(layout.leaves(cache))))
+
+    def clear(self) -> None:
+        """Drop everything in memory; pages that requests still hold stay theirs."""
+        with self._session.lock:
+            self.index.clear()
+
+    def flush(self) -> None:
+        """Have everything that is stored on disk too, if there is a folder for it."""
+        if self._disk is not None:
+            with self._session.lock:
+                for node in self.index.tree.oldest_first():
+                    self._disk.save(node, wait=True)
+            self._disk.flush()
+
+    def close(self) -> None:
+        """Flush and drop everything."""
+        self.flush()
+        self.clear()
+        if self._disk is not None:
+            self._disk.close()
+
+    def __len__(self) -> int:
+        """Prompts stored in memory: ends that no other stored prompt continues."""
+        return self.index.tree.leaves
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def tokens(self) -> int:
+        """Tokens stored in memory, common beginnings once."""
+        with self._session.lock:
+            return sum(node.count for node in self.index.tree.oldest_first())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored pages, and of what layers without pages held."""
+        with self._session.lock:
+            return self.index.nbytes
+
+    # For the generator and the server -------------------------------------------------------------------------------
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is stored (the setting ``prefix_cache``)."""
+        return self._share > 0
+
+    @property
+    def entries(self) -> int:
+        """Caches in the model's own list."""
+        return len(self._session.plan)
+
+    @property
+    def needs_cuts(self) -> bool:
+        """Whether a stored prompt can be continued only near places where it was inserted.
+
+        So it is with recurrent layers, whose state is stored there, and with windows, which drop what is behind them.
+        """
+        session = self._session
+        return bool(session.stateful) or any(group.window is not None for group in session.groups)
+
+    def fingerprint(self) -> str:
+        """A digest of the model's weights, adapters included."""
+        return self._fingerprint.digest().hex()
+
+    def matched(self, tokens: Sequence[int], max_kv_size: int | None = None) -> int:
+        """How many of ``tokens`` :meth:`attach` would find; nothing is changed."""
+        with self._session.lock:
+            cut, _ = self._find(tokens, max_kv_size)
+            return cut.tokens
+
+    def attach(
+        self,
+        tokens: Sequence[int],
+        max_kv_size: int | None = None,
+        *,
+        limit: int | None = None,
+        counted: bool = True,
+    ) -> tuple[list[Any], list[int], int]:
+        """As :meth:`fetch`, with at most ``limit`` tokens taken from the store; also returns how many were.
+
+        Unless it is ``counted``, the caller calls :meth:`count` when the request is run.
+        """
+        session = self._session
+        asked = tokens if limit is None else tokens[: limit + 1]
+        with session.lock:
+            session.enter()
+            cut, found = self._find(asked, max_kv_size)
+            row = session.new_sequence(max_kv_size)
+            if self._disk is not None and self._disk.stored(cut):
+                loaded = self._disk.load(cut, row, self.with_room)
+                if loaded is None:  # the files are gone, or there is no room: what is in memory has to do
+                    cut, found = self._find(asked, max_kv_size, in_memory=True)
+                else:
+                    cut = loaded
+                    self.counts.disk_tokens += self._disk.stored_tokens
+                    self.keep(asked[: cut.tokens], row, cut.states or {})
+                    for count, states in self._disk.states(cut):
+                        self.index.keep_states(self._salt(max_kv_size), asked[:count], states)
+            if cut.tokens and not row.tokens:
+                self._give(row, cut)
+            if counted:
+                self.count(cut.tokens, len(tokens) - cut.tokens)
+            if found > cut.tokens and cut.reason:
+                refused = self.counts.refused
+                refused[cut.reason] = refused.get(cut.reason, 0) + found - cut.tokens
+            others = {index: copy.deepcopy(state) for index, state in (cut.states or {}).items()}
+            return session.caches(row, others), list(tokens[cut.tokens :]), cut.tokens
+
+    def count(self, found: int, missed: int) -> None:
+        """Of a prompt ``found`` tokens were stored, ``missed`` are run."""
+        counts = self.counts
+        counts.hit_tokens += found
+        counts.missed_tokens += missed
+        counts.hits += found > 0
+        counts.misses += not found
+
+    def keep(self, tokens: Sequence[int], row: PagedSequence, states: States, tail: bool = True) -> int:
+        """Store the pages of ``row``, which hold ``tokens``; ``states`` has the caches of layers without pages.
+
+        Without ``tail`` only full pages: a page that is shared is copied when it is written next. The session's lock
+        is held, no pass is under way. Returns the tokens stored.
+        """
+        if not self.enabled:
+            return 0
+        count = self.index.keep(self._salt(row.max_kv_size), tokens, row, states, tail)
+        self.keep_within()
+        return count
+
+    # Room -----------------------------------------------------------------------------------------------------------
+
+    def keep_within(self) -> None:
+        """Evict what is beyond the cache's share of the budget; not in a transaction."""
+        if self._session.journal.is_open:
+            return
+        limit = int(self._share * self._session.budget.total)
+        while self.index.evictable_bytes > limit and self.index.evict(1):
+            pass
+
+    def make_room(self, needed: Sequence[int]) -> bool:
+        """Evict until ``needed`` pages of each group fit into the budget; False, with nothing evicted, if they can't.
+
+        The session's lock is held and no transaction is open.
+        """
+        pools = self._session.pools
+        least = [max(0, count - pool.allocator.cached_only) for count, pool in zip(needed, pools, strict=True)]
+        try:
+            find_room(pools, least, last_try=False)
+            self.with_room(lambda: find_room(pools, needed, last_try=False))
+        except OutOfPagesError:
+            return False
+        return True
+
+    def with_room(self, attempt: Callable[[], T]) -> T:
+        """What ``attempt`` returns; pages are evicted, a few at a time, for as long as it runs out of them.
+
+        Raises what it raises when there is nothing left to evict. No transaction is open.
+        """
+        while True:
+            try:
+                return attempt()
+            except (OutOfPagesError, PoolGrowthError) as error:
+                short = max(1, error.needed - error.free) if isinstance(error, OutOfPagesError) else 1
+                evictable = max((pool.allocator.cached_only for pool in self._session.pools), default=0)
+                if short > evictable or not self.index.evict(short):
+                    raise
+
+    def evict(self, count: int) -> int:
+        """Free ``count`` pages that nobody else holds, or what there is; returns how many."""
+        with self._session.lock:
+            return self.index.evict(count)
+
+    def evict_prompt(self) -> bool:
+        """Evict the least recently used prompt, up to where others branch off; False if nothing was stored."""
+        with self._session.lock:
+            return self.index.evict_prompt()
+
+    # Finding --------------------------------------------------------------------------------------------------------
+
+    def _salt(self, max_kv_size: int | None) -> bytes:
+        """What tells K/V apart that the same tokens have: weights, shapes, format, and a limit on what is attended."""
+        key = self._fingerprint.digest(), max_kv_size
+        salt = self._salts.get(key)
+        if salt is None:
+            text = f"{self._session.page_format} {max_kv_size}".encode()
+            salt = self._salts[key] = hashlib.blake2b(key[0] + text, digest_size=16).digest()
+        return salt
+
+    def _find(self, tokens: Sequence[int], max_kv_size: int | None, in_memory: bool = False) -> tuple[Cut, int]:
+        """Where a stored prompt can be continued, and how many tokens are stored in all; one token is left to run."""
+        session, data = self._session, token_bytes(tokens[:-1])
+        match = self.index.tree.match(self._salt(max_kv_size), data)
+        if self._disk is not None and not in_memory:
+            match = self._disk.extend(match, data)
+        retentions = session.retentions(max_kv_size)
+        return best_cut(match, data, retentions, bool(session.stateful), session.page_size), match.tokens
+
+    def _give(self, row: PagedSequence, cut: Cut) -> None:
+        """Share the pages of ``cut``, all of them in memory, with an empty sequence."""
+        for group, table in enumerate(row.tables):
+            pages = [cut.nodes[logical].pages[group] for logical in cut.held(group, table)]
+            self._session.pools[group].allocator.share(pages)
+            table.open_at(cut.floors[group], cut.tokens, pages)
+        row.tokens = cut.tokens
+        row.version += 1
+        self.index.tree.touch(cut.nodes[-1])
+
+
+def _row(cache: Sequence[Any]) -> PagedSequence | None:
+    return next((leaf._row for leaf in layout.leaves(cache) if isinstance(leaf, PagedKVCache)), None)

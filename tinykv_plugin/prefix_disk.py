@@ -1,0 +1,167 @@
+"""PrefixDisk: moves pages of stored prompts between the pools and a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from .metadata import PagedKVMetadata
+from .pages import LayerSpec
+from .pool import allocate_each, find_room
+from .prefix_cut import Cut
+from .prefix_store import PrefixStore, StoredPage
+from .prefix_tree import TOKEN_BYTES, Match, PrefixNode, page_hash
+from .step import GroupStep
+
+if TYPE_CHECKING:
+    from .sequence import PagedSequence
+    from .session import PagedSession
+
+
+class PrefixDisk:
+    """What a prefix cache does with its folder. The session's lock is held in all calls, no transaction is open.
+
+    ``stored_tokens`` is how many tokens the last :meth:`load` brought.
+    """
+
+    def __init__(self, session: PagedSession, store: PrefixStore) -> None:
+        self.store = store
+        self.stored_tokens = 0
+        self._session = session
+
+    def extend(self, match: Match, tokens: bytes) -> Match:
+        """``match`` and what the folder has after its full pages, if that is longer."""
+        size = self._session.page_size
+        step = size * TOKEN_BYTES
+        path: list[Any] = match.path[: match.tokens // size]
+        key = path[-1].hash if path else match.root.hash
+        while len(part := tokens[len(path) * step : (len(path) + 1) * step]) == step:
+            key = page_hash(key, part)
+            found = self.store.find(key, part)
+            if found is None:
+                break
+            path.append(found)
+        return Match(match.root, path, len(path) * size, size) if len(path) * size > match.tokens else match
+
+    def stored(self, cut: Cut) -> bool:
+        """Whether any page of ``cut`` is only on disk."""
+        return any(isinstance(node, StoredPage) for node in cut.nodes)
+
+    def load(self, cut: Cut, row: PagedSequence, with_room: Callable[[Callable[[], object]], object]) -> Cut | None:
+        """Fill an empty sequence with the pages of ``cut``; returns it with its states.
+
+        None, with nothing changed, if a file can't be read or there is no room beside what is in use.
+        """
+        session, pools, journal = self._session, self._session.pools, self._session.journal
+        first = next(index for index, node in enumerate(cut.nodes) if isinstance(node, StoredPage))
+        held = [cut.held(group, table) for group, table in enumerate(row.tables)]
+        wanted = {logical for group in held for logical in group if logical >= first}
+        files: dict[int, Any] = {logical: self.store.load(cut.nodes[logical]) for logical in sorted(wanted)}
+        last = cut.nodes[-1]
+        states = self._load_states(last) if isinstance(last, StoredPage) and session.stateful else cut.states or {}
+        if any(file is None or not self._fits(file) for file in files.values()) or states is None:
+            return None
+        shared = [
+            [cut.nodes[logical].pages[group] for logical in logicals if logical < first]
+            for group, logicals in enumerate(held)
+        ]
+        for pool, pages in zip(pools, shared, strict=True):
+            pool.allocator.share(pages)  # so that they are not evicted to make room
+        needed = [len(logicals) - len(pages) for logicals, pages in zip(held, shared, strict=True)]
+        savepoint = None
+        try:
+            with_room(lambda: find_room(pools, needed, last_try=True))
+            savepoint = journal.savepoint()
+            fresh = allocate_each(pools, needed)
+            for group, table in enumerate(row.tables):
+                table.open_at(cut.floors[group], cut.tokens, shared[group] + fresh[group])
+                self._write(row, group, [logical for logical in held[group] if logical >= first], files)
+        except Exception:
+            if savepoint is not None:
+                journal.rollback(savepoint)
+            for pool, pages in zip(pools, shared, strict=True):
+                pool.allocator.release(pages)
+            return None
+        journal.commit(savepoint)
+        row.tokens = cut.tokens
+        row.version += 1
+        mx.eval([layer.state() for pool in pools for layer in pool.layers.values()])
+        self.stored_tokens = cut.tokens - first * session.page_size
+        self.store.touch([node.hash for node in cut.nodes])
+        return Cut(cut.tokens, cut.nodes, cut.floors, states, cut.reason)
+
+    def save(self, node: PrefixNode, wait: bool = False) -> None:
+        """Write a full page in the background; partial ones are not worth a file."""
+        if node.count < self._session.page_size:
+            return
+        depth, parent = 0, node.parent
+        while parent is not None:
+            depth, parent = depth + 1, parent.parent
+        states = None if node.state is None else [node.state[index] for index in self._session.stateful]
+        groups = [page >= 0 for page in node.pages]
+        self.store.save(node.hash, node.tokens, depth, groups, lambda: self._read(node), states, wait)
+
+    def flush(self) -> None:
+        """Wait until everything is written."""
+        self.store.flush()
+
+    def close(self) -> None:
+        """Write what waits, and let go of the folder."""
+        self.store.close()
+
+    def _read(self, node: PrefixNode) -> dict[str, mx.array]:
+        """Copies of a page's K and V in every layer, evaluated."""
+        arrays = {}
+        for pool, page in zip(self._session.pools, node.pages, strict=True):
+            for index, pages in pool.layers.items():
+                if page >= 0 and pages.keys is not None:
+                    arrays[f"{index}.keys"], arrays[f"{index}.values"] = pages.read_page(page)
+        mx.eval(arrays)
+        return arrays
+
+    def _fits(self, file: dict[str, mx.array]) -> bool:
+        """Whether a file's pages have the shapes and dtypes of this model's."""
+        for layer in self._session.layers:
+            keys, values = file.get(f"{layer.index}.keys"), file.get(f"{layer.index}.values")
+            if keys is None or values is None:
+                continue
+            if keys.ndim != 4 or values.ndim != 4 or keys.shape[2] != self._session.page_size:
+                return False
+            if layer.spec is not None and LayerSpec.of(keys, values) != layer.spec:
+                return False
+        return True
+
+    def _write(self, row: PagedSequence, group: int, logicals: Sequence[int], files: dict[int, Any]) -> None:
+        """Put stored pages into those of a sequence; runs of them at once."""
+        session, size = self._session, self._session.page_size
+        start = 0
+        for end in range(1, len(logicals) + 1):
+            if end < len(logicals) and logicals[end] == logicals[end - 1] + 1:
+                continue
+            run, start = logicals[start:end], end
+            stop, count = (run[-1] + 1) * size, len(run) * size
+            step = GroupStep([row.tables[group]], [stop], [count], count)
+            for layer in session.layers:
+                if layer.group == group:
+                    keys, values = (
+                        mx.concatenate([files[logical][f"{layer.index}.{side}"] for logical in run], axis=2)
+                        for side in ("keys", "values")
+                    )
+                    session.writer.write(PagedKVMetadata(session.pages_for(layer, keys, values), step), keys, values)
+
+    def states(self, cut: Cut) -> Iterator[tuple[int, dict[int, Any]]]:
+        """What layers without pages held at earlier places in the stored pages of ``cut``, by the tokens before them.
+
+        Once the pages are in memory, nobody would look for it on disk.
+        """
+        for logical, node in enumerate(cut.nodes[:-1]):
+            if isinstance(node, StoredPage) and node.state is not None:
+                states = self._load_states(node)
+                if states is not None:
+                    yield (logical + 1) * self._session.page_size, states
+
+    def _load_states(self, node: StoredPage) -> dict[int, Any] | None:
+        states = self.store.load_state(node)
+        return None if states is None else dict(zip(self._session.stateful, states, strict=True))
