@@ -30,7 +30,7 @@ class CachePlan:
         lines: Sequence[LayerPlan],
         writer: AttentionBackend,
         stateful: Sequence[int],
-        unused: Sequence[int],
+        unused: Sequence[int] = (),
     ) -> None:
         self.layers = layers
         self.unused = unused

@@ -108,8 +108,10 @@ class PagedSession:
         page_bytes = sum(pool.page_bytes for pool in self.pools)
         pages = smallest(self.budget.total // page_bytes if page_bytes else self.budget.total, group)
         self.budget.total = min(self.budget.total, pages * page_bytes)
-        if not alike(" ".join(pool.name for pool in self.pools), group):
-            # Layers of other kinds elsewhere: none of the pools here may outgrow those there.
+        same = alike(f"{[(pool.name, len(pool.layers)) for pool in self.pools]} {len(self.stateful)}", group)
+        self.prefix.confine(same)
+        if not same:
+            # None of the pools here may outgrow those elsewhere.
             for pool in self.pools:
                 pool.max_pages = pages if pool.max_pages is None else min(pages, pool.max_pages)
 
