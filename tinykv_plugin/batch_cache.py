@@ -145,11 +145,6 @@ class BatchPagedKVCache(LayerView):
         """Bytes of this layer's pages, those shared by rows counted once."""
         return self._layer.held_bytes([row.tables[self._layer.group] for row in self._rows])
 
-    @property
-    def state(self) -> list[Any]:
-        """Evaluating it forces every write of this layer; it is no copy of the K/V and can't be saved."""
-        return self._layer.state()
-
     def is_trimmable(self) -> bool:
         """Whether tokens can be taken back from every row."""
         tables = [row.tables[self._layer.group] for row in self._rows]

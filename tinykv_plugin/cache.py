@@ -95,15 +95,6 @@ class PagedKVCache(LayerView):
         """Bytes of this layer's pages of the request, shared ones included."""
         return self._layer.held_bytes([self._row.tables[self._layer.group]])
 
-    @property
-    def state(self) -> list[Any]:
-        """Evaluating it forces every write of this layer; it is no copy of the K/V and can't be saved."""
-        return self._layer.state()
-
-    @state.setter
-    def state(self, value: object) -> None:
-        raise CacheStateError("a paged cache can't be set from a state; load it with tinykv_plugin.load_prompt_cache")
-
     @classmethod
     def from_state(cls, state: object) -> PagedKVCache:
         raise CacheStateError("a paged cache needs its model; load it with tinykv_plugin.load_prompt_cache(…, kv=…)")

@@ -55,6 +55,16 @@ class LayerView:
 
     values = keys
 
+    @property
+    def state(self) -> list[Any]:
+        """Evaluating it forces every write of this layer; it is no copy of the K/V and can't be saved."""
+        self._newest = None  # a pass is over, and with it the masks and indices of a long prompt can go
+        return self._layer.state()
+
+    @state.setter
+    def state(self, value: object) -> None:
+        raise CacheStateError("a paged cache can't be set from a state; load it with tinykv_plugin.load_prompt_cache")
+
     def _hand_out(self, metadata: PagedKVMetadata) -> tuple[Any, Any]:
         self._newest = metadata
         layer = self._layer
