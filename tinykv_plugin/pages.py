@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+WRITES_PENDING = 256
+
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -37,7 +39,7 @@ class LayerPages:
     this layer's next write.
     """
 
-    __slots__ = ("due", "keys", "last_read", "page_size", "spec", "values", "written")
+    __slots__ = ("due", "keys", "last_read", "page_size", "spec", "values", "writes", "written")
 
     def __init__(self, spec: LayerSpec, page_size: int) -> None:
         self.spec = spec
@@ -47,6 +49,7 @@ class LayerPages:
         self.written: mx.array | None = None
         self.last_read: mx.array | None = None
         self.due: list[mx.array] = []
+        self.writes = 0
 
     @property
     def num_pages(self) -> int:
@@ -105,12 +108,15 @@ class LayerPages:
         """Arrays whose evaluation forces every write so far."""
         return [*(array for array in (self.keys, self.values, self.written) if array is not None), *self.due]
 
-    def marker(self) -> mx.array:
-        """An empty array whose evaluation forces every write so far."""
-        return mx.depends(mx.zeros((0,)), self.state()) if self.state() else mx.zeros((0,))
+    def before_write(self, keys: mx.array) -> mx.array:
+        """``keys`` about to be written, after what is due.
 
-    def take_due(self, keys: mx.array) -> mx.array:
-        """``keys`` about to be written, after what is due."""
+        Where a model doesn't read what it writes (an indexer, while the context is short) the writes would pile up
+        unevaluated: now and then they are started.
+        """
+        self.writes += 1
+        if self.writes % WRITES_PENDING == 0:
+            mx.async_eval(self.state())
         if self.due:
             keys = mx.depends(keys, self.due)
             self.due = []

@@ -245,7 +245,7 @@ class PagedSession:
             if threading.get_ident() != self._thread:
                 self.enter()  # another thread was here since the step began
             metadata = PagedKVMetadata(self.pages_for(layer, keys, values), step.groups[layer.group])
-            self.writer.write(metadata, metadata.pages.take_due(keys), values)
+            self.writer.write(metadata, metadata.pages.before_write(keys), values)
         except BaseException:
             if not step.done:
                 for row in step.live_rows():

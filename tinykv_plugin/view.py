@@ -39,12 +39,13 @@ class LayerView:
 
     @property
     def keys(self) -> mx.array:
-        """An empty array that stands for all writes of this layer: to make something else depend on them.
+        """An empty array: K and V themselves are in the pages.
 
         Models assign ``cache.keys = mx.depends(cache.keys, x)`` to have ``x`` evaluated with the cache: it is, at the
-        next write of this layer or with its ``state``. K and V themselves are in the pages.
+        next write of this layer or with its ``state``.
         """
-        return mx.zeros((0,)) if self._layer.pages is None else self._layer.pages.marker()
+        # It must not depend on the pages: what holds them when they are written next makes mlx copy the pool.
+        return mx.zeros((0,))
 
     @keys.setter
     def keys(self, value: mx.array) -> None:
