@@ -116,7 +116,7 @@ class LayerPages:
         """
         self.writes += 1
         if self.writes % WRITES_PENDING == 0:
-            mx.async_eval(self.state())
+            mx.async_eval(self.state())  # type: ignore[no-untyped-call]
         if self.due:
             keys = mx.depends(keys, self.due)
             self.due = []
