@@ -36,7 +36,8 @@ class BlockTable:
     def device(self) -> mx.array:
         """The table as an evaluated array."""
         if self._device is None:
-            self._device = mx.array(self.host)
+            # Contiguous: mlx would take over the strides of a slice, which kernels don't expect.
+            self._device = mx.array(np.ascontiguousarray(self.host))
         return self._device
 
     def update(self, tables: Sequence[PageTable], changed: Iterable[int]) -> None:

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from .arrays import attend_arrays
-from .columns import Buckets, buckets_of, column_count, join, page_columns, spans_of, token_columns
+from .columns import Buckets, buckets_of, column_count, join, page_columns, spans_of, token_columns, visible
 from .hookspecs import hookimpl
 from .masks import causal_array, prior_tokens, row_masks
 from .metadata import PagedKVMetadata, PagedMask, int32
@@ -29,7 +29,7 @@ class GatherBackend:
     name = "gather"
     direct = False
     priority = 0
-    features = frozenset({"softcap", "chunk"})
+    features = frozenset({"softcap", "chunk", "keys_only"})
 
     def supports(self, request: AttentionRequest) -> list[str]:
         return []
@@ -107,6 +107,10 @@ class GatherBackend:
     def dense(self, metadata: PagedKVMetadata) -> tuple[mx.array, mx.array]:
         step = metadata.step
         pages = metadata.pages
+        if pages.copy_out is not None:
+            return pages.copy_out(
+                metadata, step.cached("visible", lambda: [visible(step, row) for row in range(len(step.tables))])
+            )
         keys, values = pages.readable()
         if step.alone:
             # A single run of pages can be joined by a view, which a write in place would show through.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -12,7 +13,12 @@ from .errors import HandleTouchedError
 from .metadata import PagedKV, PagedKVMetadata, PagedMask
 from .pages import LayerPages, LayerSpec
 from .protocols import AttentionBackend, AttentionRequest, LayerChoice, LayerPlan, MaskKind
+from .selftest.outcomes import Outcome
+from .selftest.trial import Trial, try_out
 from .table import PageTable
+
+if TYPE_CHECKING:
+    from .step import GroupStep
 
 
 class NotSerializable:
@@ -23,6 +29,22 @@ class NotSerializable:
 
 
 _NOT_SERIALIZABLE = NotSerializable()
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Who serves a kind of call: ``refusals`` are of backends before it, ``outcome`` says when gather is faster."""
+
+    backend: AttentionBackend
+    refusals: tuple[str, ...]
+    outcome: Outcome | None
+
+    def timings(self) -> str:
+        """What the self-test's timings change, for the plan."""
+        if self.outcome is None:
+            return ""
+        single, batch = self.outcome.gather_below, self.outcome.gather_below_batch
+        return f"gathered below {single:,} tokens (a batch: {batch:,}), where that was faster in the self-test"
 
 
 class PagedLayer:
@@ -43,8 +65,9 @@ class PagedLayer:
         self.reason = reason
         self.spec = spec
         self.pages: LayerPages | None = None
+        self.request: AttentionRequest | None = None  # its decode step, as the dry trace saw it
         self.backends: Sequence[AttentionBackend] = ()
-        self._readers: dict[tuple[object, ...], AttentionBackend] = {}
+        self._readers: dict[tuple[object, ...], Reader] = {}
 
     @property
     def chunk(self) -> int | None:
@@ -92,35 +115,46 @@ class PagedLayer:
             ]
             return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
         length = queries.shape[2]
-        key = (length if length <= 8 else 9, kind, sinks is not None, metadata.step.keep, softcap, chunk)
+        key = (length if length <= 8 else 9, kind, sinks is not None, metadata.window, metadata.keep, softcap, chunk)
         reader = self._readers.get(key)
         if reader is None:
             request = self._request(queries, metadata, kind, sinks is not None, softcap, chunk)
-            reader = self._readers[key] = self.choose_reader(request)[0]
+            reader = self._readers[key] = self.choose_reader(request)
+        backend = reader.backend
+        if reader.outcome is not None and self._gathers(metadata.step, reader.outcome):
+            backend = self.backends[-1]
         # Only passed on where it is needed: a backend that doesn't know it is not sent it.
         more = {} if softcap is None else {"softcap": softcap}
-        return reader.attend(queries, metadata, scale=scale, mask=mask, sinks=sinks, **more)
+        return backend.attend(queries, metadata, scale=scale, mask=mask, sinks=sinks, **more)
 
-    def choose_reader(self, request: AttentionRequest) -> tuple[AttentionBackend, list[str]]:
-        """The first backend that supports ``request``, and why those before it don't."""
+    def choose_reader(self, request: AttentionRequest) -> Reader:
+        """The first backend that supports ``request`` and passes its self-test, and why those before it don't."""
         refusals: list[str] = []
         for backend in self.backends:
             unknown = request.features - set(getattr(backend, "features", ()))
             reasons = [f"{name} is not supported" for name in sorted(unknown)] or backend.supports(request)
-            if not reasons:
-                return backend, refusals
-            refusals.append(f"{backend.name}: {', '.join(reasons)}")
+            trial = Trial() if reasons else try_out(backend, self.backends[-1], request)
+            if not reasons and not trial.problem:
+                return Reader(backend, tuple(refusals), trial.outcome if any(astuple(trial.outcome)) else None)
+            refusals.append(f"{backend.name}: {', '.join(reasons) or trial.problem}")
         raise AssertionError("the last backend supports everything")
+
+    @staticmethod
+    def _gathers(step: GroupStep, outcome: Outcome) -> bool:
+        """Whether gather is faster, by the self-test's timings, for rows of these lengths."""
+        rows = step.context_lens
+        return max(rows) < (outcome.gather_below if len(rows) == 1 else outcome.gather_below_batch)
 
     def describe(self, request: AttentionRequest | None) -> LayerPlan:
         """This layer's line in ``kv.plan``; ``request`` is its decode step as traced."""
+        self.request = request
         gather = self.backends[-1].name
         attention, backend, reason = "gather", gather, self.reason
         if self.handles and request is not None:
-            reader, refusals = self.choose_reader(without_chunk(request))
-            attention, backend = ("direct" if reader.direct else "gather"), reader.name
-            reason = "; ".join(part for part in (self.reason, *refusals) if part)
-            if not reader.direct and not reason:
+            reader = self.choose_reader(without_chunk(request))
+            attention, backend = ("direct" if reader.backend.direct else "gather"), reader.backend.name
+            reason = "; ".join(part for part in (self.reason, *reader.refusals, reader.timings()) if part)
+            if not reader.backend.direct and not reason:
                 reason = "no backend that reads pages directly is installed or chosen"
         return LayerPlan(self.index, self.choice.kind, attention, backend, reason, self.choice.window)
 

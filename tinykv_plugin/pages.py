@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
+
+from .errors import PluginError
+
+if TYPE_CHECKING:
+    from .metadata import PagedKVMetadata
+
+# The positions each row's queries may see, as one or two ascending (start, stop): kept tokens and newest ones.
+Spans = Sequence[Sequence[tuple[int, int]]]
+CopyOut = Callable[["PagedKVMetadata", Spans], tuple[mx.array, mx.array]]
 
 WRITES_PENDING = 256
 
@@ -37,9 +48,13 @@ class LayerPages:
     that a later read must depend on, and keeps ``keys`` and ``values``; ``last_read`` is the latest attention output,
     for a backend that must order a write after a pending read. ``due`` are arrays that a model wants evaluated with
     this layer's next write.
+
+    Where a dependency alone doesn't order mlx's own operations after such a write (Metal: kernels overlap unless one
+    takes what the other made), the backend also sets ``copy_out``: K and V of the rows' spans, copied together as
+    :meth:`~tinykv_plugin.protocols.GatheringBackend.dense` returns them, and noted in ``last_read``.
     """
 
-    __slots__ = ("due", "keys", "last_read", "page_size", "spec", "values", "writes", "written")
+    __slots__ = ("copy_out", "due", "keys", "last_read", "page_size", "spec", "values", "writes", "written")
 
     def __init__(self, spec: LayerSpec, page_size: int) -> None:
         self.spec = spec
@@ -50,6 +65,7 @@ class LayerPages:
         self.last_read: mx.array | None = None
         self.due: list[mx.array] = []
         self.writes = 0
+        self.copy_out: CopyOut | None = None
 
     @property
     def num_pages(self) -> int:
@@ -77,8 +93,13 @@ class LayerPages:
     def readable(self) -> tuple[mx.array, mx.array]:
         """K and V pages as mlx operations must read them: after every write so far. Don't hold them over a write.
 
-        What is read must be copied, and the copies be given to :meth:`note_read`.
+        What is read must be copied, and the copies be given to :meth:`note_read`. Raises PluginError if only the
+        backend that writes these pages can read them.
         """
+        if self.copy_out is not None:
+            raise PluginError(
+                "the backend that writes these pages in place must read them, too: mlx can't order others"
+            )
         assert self.keys is not None
         assert self.values is not None
         if self.written is None:

@@ -9,7 +9,7 @@ from typing import Any
 from . import layout
 from .layer import PagedLayer
 from .protocols import AttachContext, AttentionBackend, LayerChoice, LayerPlan
-from .trace import trace
+from .trace import TraceResult, trace
 
 log = logging.getLogger("tinykv")
 
@@ -45,6 +45,7 @@ def make_plan(context: AttachContext) -> CachePlan:
     own = context.own_cache()
     choices = list(context.adapter.choose(context.model, layout.leaves(own)))
     traced = trace(context.model, context.own_cache, choices, context.config.page_size)
+    backends, refused = _able(context.backends, traced)
     groups: dict[str, int | None] = {}
     layers: list[PagedLayer] = []
     lines: dict[int, LayerPlan] = {}
@@ -61,13 +62,13 @@ def make_plan(context: AttachContext) -> CachePlan:
             continue
         name = "full" if choice.window is None else f"{choice.kind} {choice.window}"
         groups.setdefault(name, choice.window)
-        reason = "; ".join(part for part in (choice.reason, seen.touched) if part)
+        reason = "; ".join(part for part in (choice.reason, seen.touched, *refused) if part)
         layer = PagedLayer(index, choice, list(groups).index(name), not seen.touched, reason, seen.spec)
-        layer.backends = context.backends
+        layer.backends = backends
         layers.append(layer)
         lines[index] = layer.describe(seen.request)
     stateful = [index for index, line in lines.items() if line.kind == "dense" and index not in unused]
-    writer = _writer(context, list(lines.values()))
+    writer = _writer(backends, list(lines.values()))
     plan = CachePlan(layers, groups, _by_entry(own, lines), writer, stateful, unused)
     for line in plan.lines:
         log.info("layer %d: %s, %s by %s%s", line.layer, line.kind, line.attention, line.backend, _because(line.reason))
@@ -78,10 +79,19 @@ def _because(reason: str) -> str:
     return f" ({reason})" if reason else ""
 
 
-def _writer(context: AttachContext, lines: Sequence[LayerPlan]) -> AttentionBackend:
+def _able(backends: Sequence[AttentionBackend], traced: TraceResult) -> tuple[list[AttentionBackend], list[str]]:
+    """The backends that can write all layers of a model, as the one that owns its pages must, and why others can't."""
+    if all(layer.spec is None or layer.spec.value_dim for layer in traced.layers.values()):
+        return list(backends), []
+    able = [backend for backend in backends if "keys_only" in getattr(backend, "features", ())]
+    others = [f"{backend.name}: layers with keys only are not supported" for backend in backends if backend not in able]
+    return able, others
+
+
+def _writer(backends: Sequence[AttentionBackend], lines: Sequence[LayerPlan]) -> AttentionBackend:
     """The backend that owns the pages: the first that reads some layer directly, else the last, which can all."""
     reading = {line.backend for line in lines if line.attention == "direct"}
-    return next((backend for backend in context.backends if backend.name in reading), context.backends[-1])
+    return next((backend for backend in backends if backend.name in reading), backends[-1])
 
 
 def _by_entry(own: Sequence[Any], lines: dict[int, LayerPlan]) -> list[LayerPlan]:

@@ -83,7 +83,8 @@ class AttentionBackend(Protocol):
     """Reads and writes pages. One backend writes all layers of an attachment; each layer may be read by another.
 
     ``direct`` is False for a backend that copies pages together before it attends. ``priority`` orders the
-    candidates of ``attention="auto"``, highest first.
+    candidates of ``attention="auto"``, highest first. An attribute ``features`` may name what a backend knows beyond
+    this interface: see :class:`AttentionRequest`, and "keys_only" for layers whose values have no dims.
     """
 
     name: str
@@ -127,6 +128,15 @@ class AttentionBackend(Protocol):
         Returns ``(batch, query_heads, tokens, value_dim)`` in the dtype of ``queries``. Slots at and past a row's
         ``context_lens`` are never used, whatever they hold.
         """
+        ...
+
+
+@runtime_checkable
+class TriedBackend(AttentionBackend, Protocol):
+    """A backend that is compared with gather on the user's device before it serves a kind of call there."""
+
+    def selftest_key(self) -> str:
+        """What a comparison's outcome holds for: the device, and versions of what computes there."""
         ...
 
 

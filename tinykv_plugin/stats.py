@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ class PoolStats:
     ``slots_filled`` the page slots that hold one (shared ones once), of ``slots_used``; ``freed_slots`` and
     ``freed_filled`` add those of requests that have ended, as they were at their end. The rest are counts since attach:
     ``growths`` of pools, ``cow_copies`` of pages on write, ``evictions`` of cached pages, tokens of prompts that were
-    found in the prefix cache (``prefix_hit_tokens``) and that had to be run (``prefix_missed_tokens``).
+    found in the prefix cache (``prefix_hit_tokens``) and that had to be run (``prefix_missed_tokens``), and those that
+    were stored but could not be used, by reason (``prefix_refused``).
     """
 
     pages_total: int = 0
@@ -43,6 +45,7 @@ class PoolStats:
     evictions: int = 0
     prefix_hit_tokens: int = 0
     prefix_missed_tokens: int = 0
+    prefix_refused: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def waste(self) -> float:
@@ -100,4 +103,5 @@ def collect(session: PagedSession) -> PoolStats:
         evictions=session.prefix.index.evicted,
         prefix_hit_tokens=session.prefix.counts.hit_tokens,
         prefix_missed_tokens=session.prefix.counts.missed_tokens,
+        prefix_refused=dict(session.prefix.counts.refused),
     )

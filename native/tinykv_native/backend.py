@@ -26,7 +26,7 @@ class CpuBackend:
     name = "cpu"
     direct = True
     priority = 10
-    features = frozenset({"softcap"})
+    features = frozenset({"softcap", "keys_only"})
 
     def supports(self, request: AttentionRequest) -> list[str]:
         """Reasons why this backend can't serve ``request`` here; empty if it can."""

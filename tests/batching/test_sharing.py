@@ -147,17 +147,24 @@ def test_nothing_is_shared_when_it_is_off() -> None:
     generator.close()
 
 
-def test_caches_of_the_callers_own_are_left_alone() -> None:
-    kv = attached("llama")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("known", [True, False])
+def test_a_callers_own_cache_is_stored_only_if_its_tokens_are_known(kind: str, known: bool) -> None:
+    model = models.shared(kind)
+    before, prompt = models.prompt(21, 5), models.prompt(20)
+    expected = models.greedy(model, before + prompt, 5)
+    kv = attached(kind)
     generator = PagedBatchGenerator(kv.model)
-    prompt = models.prompt(20)
-    answers(generator, [prompt])
     cache = kv.make_cache()
-    models.logits(kv.model, models.prompt(7, 5), cache)
-    (uid,) = generator.insert([prompt], [5], caches=[cache])
+    models.logits(kv.model, before, cache)
+    generator.insert([prompt], [5], caches=[cache], all_tokens=[list(before) if known else []])
+    del cache
     found = []
     while responses := generator.next_generated():
         found += [response.token for response in responses]
-    assert found == models.greedy(kv.model, models.prompt(7, 5) + prompt, 5)
-    assert uid
+    assert found == expected
+    assert (kv.prefix_cache.matched([*before, *prompt, 1]) > 30) == (known and kind != "mamba")
+    # Whatever was stored, nobody gets another prompt's keys and values.
+    for asked in (prompt, before, before + prompt):
+        assert answers(generator, [asked]) == alone(model, [asked])
     generator.close()

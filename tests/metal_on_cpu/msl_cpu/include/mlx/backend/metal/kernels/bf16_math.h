@@ -1,0 +1,2 @@
+// In place of mlx's: functions of bfloat are in msl.h.
+#pragma once

@@ -1,0 +1,1 @@
+"""Backends compared with gather where they run: before they serve, and at length by ``tinykv selftest``."""

@@ -1,0 +1,100 @@
+"""Sample: random tokens in scattered pages, to compare backends with and to time them by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..allocator import PageAllocator
+from ..journal import Journal
+from ..metadata import PagedKVMetadata
+from ..pages import LayerPages, LayerSpec
+from ..protocols import AttentionBackend, AttentionRequest
+from ..step import GroupStep
+from ..table import PageTable, Retention
+
+
+class Sample:
+    """Rows of ``contexts`` tokens for calls of the kind of ``request``; the same numbers for the same arguments."""
+
+    def __init__(self, request: AttentionRequest, contexts: Sequence[int], seed: int = 0) -> None:
+        self.request = request
+        self.contexts = list(contexts)
+        size, journal = request.page_size, Journal()
+        allocator = PageAllocator(journal)
+        counts = [-(-context // size) for context in contexts]
+        self.num_pages = sum(counts)
+        allocator.resize(self.num_pages)
+        ids = np.random.default_rng(seed).permutation(allocator.allocate(self.num_pages)).tolist()
+        self._tables = []
+        for count in counts:
+            table = PageTable(allocator, journal, size, Retention(request.window, request.keep))
+            table.append([ids.pop() for _ in range(count)])
+            self._tables.append(table)
+        width = request.query_len
+        self._lens = [min(width, context) for context in contexts]
+        self._keys = list(mx.random.split(mx.random.key(seed), 6))
+        self.queries = self._random(0, (len(contexts), request.query_heads, width, request.key_dim))
+        self.sinks = self._random(3, (request.query_heads,)) if request.sinks else None
+        self.scale = request.key_dim**-0.5
+
+    @property
+    def spec(self) -> LayerSpec:
+        request = self.request
+        return LayerSpec(request.kv_heads, request.key_dim, request.value_dim, request.dtype, request.dtype)
+
+    def tokens(self, which: int = 0) -> tuple[mx.array, mx.array]:
+        """K and V of all rows, ``(batch, kv_heads, tokens, head_dim)``; another ``which`` gives others."""
+        longest, request = max(self.contexts), self.request
+        shape = (len(self.contexts), request.kv_heads, longest)
+        return (
+            self._random(1, (*shape, request.key_dim), which),
+            self._random(2, (*shape, request.value_dim), which),
+        )
+
+    def pages(self, backend: AttentionBackend, dtype: mx.Dtype | None = None) -> LayerPages:
+        """Empty pages, in ``dtype`` if not in the request's."""
+        spec = self.spec
+        if dtype is not None:
+            spec = LayerSpec(spec.kv_heads, spec.key_dim, spec.value_dim, dtype, dtype)
+        pages = LayerPages(spec, self.request.page_size)
+        backend.resize(pages, self.num_pages)
+        return pages
+
+    def write(self, backend: AttentionBackend, pages: LayerPages, which: int = 0) -> None:
+        """Put all tokens into ``pages``."""
+        step = GroupStep(self._tables, self.contexts, self.contexts, max(self.contexts))
+        keys, values = (tensor.astype(pages.spec.dtype) for tensor in self.tokens(which))
+        backend.write(PagedKVMetadata(pages, step), keys, values)
+
+    def attend(self, backend: AttentionBackend, pages: LayerPages) -> mx.array:
+        """The call to compare, its result in the dtype of ``pages``."""
+        # A step of its own for each call: backends keep with it what they work out.
+        step = GroupStep(self._tables, self.contexts, self._lens, self.request.query_len)
+        return backend.attend(
+            self.queries.astype(pages.spec.dtype),
+            PagedKVMetadata(pages, step),
+            scale=self.scale,
+            mask=self.mask(),
+            sinks=None if self.sinks is None else self.sinks.astype(pages.spec.dtype),
+        )
+
+    def valid(self, output: mx.array) -> mx.array:
+        """``output`` with zeros for queries that only pad a row, whose results nobody uses."""
+        there = mx.arange(self.request.query_len)[None] < mx.array(self._lens)[:, None]
+        return mx.where(there[:, None, :, None], output, 0)
+
+    def mask(self) -> Any:
+        """A mask of the request's kind."""
+        if self.request.mask == "array":
+            # A mask given as an array says itself where a shorter row ends.
+            columns = mx.arange(max(self.contexts))
+            return ((columns % 3 != 1) & (columns < mx.array(self.contexts)[:, None]))[:, None, None]
+        return "causal" if self.request.mask == "causal" else None
+
+    def _random(self, number: int, shape: tuple[int, ...], which: int = 0) -> mx.array:
+        key = self._keys[number] if not which else mx.random.split(self._keys[number], which + 1)[which]
+        return mx.random.normal(shape, key=key).astype(self.request.dtype)
