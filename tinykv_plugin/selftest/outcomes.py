@@ -71,9 +71,10 @@ def kind_of(request: AttentionRequest) -> str:
     keep = f", keep {request.keep}" if request.keep else ""
     sinks = ", sinks" if request.sinks else ""
     mask = ", mask" if request.mask == "array" else ""
+    softcap = f", softcap {request.softcap:g}" if request.softcap is not None else ""
     dims = f"{request.key_dim}" if request.key_dim == request.value_dim else f"{request.key_dim}/{request.value_dim}"
     dtype = str(request.dtype).rsplit(".", 1)[-1]
     return (
         f"{request.query_heads}/{request.kv_heads} heads of {dims}, {dtype}, page size {request.page_size}, "
-        f"{request.query_len} new{window}{keep}{sinks}{mask}"
+        f"{request.query_len} new{window}{keep}{sinks}{mask}{softcap}"
     )
