@@ -69,6 +69,8 @@ def test_a_backend_is_asked_for_capped_scores_only_if_it_says_that_it_knows_them
     capped.features = {"softcap"}  # type: ignore[attr-defined]
     request = AttentionRequest(4, 2, 16, 16, mx.float32, 16, 1, "causal", None, 0, False, softcap=50.0)
     layer.backends = [Plain(), fallback]  # type: ignore[list-item]
-    assert layer.choose_reader(request) == (fallback, ["plain: softcap is not supported"])
+    reader = layer.choose_reader(request)
+    assert (reader.backend, reader.refusals) == (fallback, ("plain: softcap is not supported",))
     layer.backends = [capped, fallback]  # type: ignore[list-item]
-    assert layer.choose_reader(request) == (capped, [])
+    reader = layer.choose_reader(request)
+    assert (reader.backend, reader.refusals) == (capped, ())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import pytest
 from common import compare, restored
 from mlx_lm.models import afm7, gemma3n
 from mlx_lm.models.cache import make_prompt_cache
-from oracle import feed, prompt
+from oracle import prompt
 from tiny import registry
 
 import tinykv_plugin as tinykv
@@ -32,7 +33,7 @@ def test_the_newest_keys_and_values_are_there_until_something_changes() -> None:
         cache = make_prompt_cache(model)
         with pytest.raises(CacheStateError, match="layer 0 has written nothing in this forward pass"):
             cache[0].newest()
-        feed(model, cache, prompt(6))
+        mx.eval(model(mx.array([prompt(6)]), cache=cache))
         keys, values = cache[0].newest()
         assert keys.metadata is values.metadata
         for layer in cache:

@@ -42,7 +42,7 @@ def test_admission_and_inspect_charge_windows_at_the_window(page_size: int) -> N
 def test_a_long_request_is_admitted_where_only_its_windows_make_it_fit() -> None:
     """Charged for the whole context in every layer it would need twice the budget."""
     model = registry.make("gemma3_text")
-    with tinykv.attach(model, page_size=4, rewind=0, memory=180 * 1024, attention="gather") as kv:
+    with tinykv.attach(model, page_size=4, rewind=0, memory=180 * 1024, attention="gather", prefix_cache=0) as kv:
         page = sum(group.page_bytes for group in kv.groups)
         assert 300 // 4 * page > kv.stats().bytes_total > 300 // 4 * page / 2
         generator = PagedBatchGenerator(model, max_tokens=4, prefill_step_size=16)
