@@ -59,9 +59,7 @@ def test_every_folder_of_tests_is_run_by_default_or_by_an_environment_of_its_own
 
 def test_the_table_of_models_is_current() -> None:
     """If this fails: python docs/models.py"""
-    code = (
-        "import json, sys; sys.path.insert(0, 'docs'); import models; print(models.page(json.load(sys.stdin)), end='')"
-    )
+    code = "import json, sys; sys.path[:0] = ['docs']; import models; print(models.page(json.load(sys.stdin)), end='')"
     command, table = [sys.executable, "-c", code], read("docs/models.json")
     page = subprocess.run(command, cwd=ROOT, input=table, capture_output=True, text=True, check=True)
     assert page.stdout == read("docs/models.md")
