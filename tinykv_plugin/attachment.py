@@ -13,7 +13,7 @@ from mlx_lm.models import cache as mlx_cache
 
 from . import dispatch
 from .config import KVCacheConfig
-from .errors import CacheStateError, ConfigError
+from .errors import CacheStateError, ConfigError, PluginError
 from .manager import PluginManager, default_manager
 from .prefix_cache import PrefixCache
 from .protocols import AttachContext, CacheSession, LayerPlan, ReplacingAdapter
@@ -67,12 +67,11 @@ class Attachment:
         if isinstance(adapter, ReplacingAdapter):
             self._replaced += adapter.replacements(model)
         with _lock:
+            self._install()
             self._make_cache = self.make_cache
             # Another attachment of this model, or a script, may have set the attribute: it is put back at detach.
             self._previous = vars(model).get(_HOOK, _MISSING)
             object.__setattr__(model, _HOOK, self._make_cache)
-            for replacement in self._replaced:
-                dispatch.install(replacement, self)
             _live.add(self)
 
     @property
@@ -152,6 +151,17 @@ class Attachment:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.detach()
+
+    def _install(self) -> None:
+        installed = []
+        try:
+            for replacement in self._replaced:
+                dispatch.install(replacement, self)
+                installed.append(replacement)
+        except PluginError:
+            for replacement in installed:
+                dispatch.remove(replacement, self)
+            raise
 
     def _own_cache(self) -> list[Any]:
         """The caches the model has without the plugin."""

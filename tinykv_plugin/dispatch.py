@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from .errors import PluginError
 from .layer import attend_handles
 from .metadata import PagedKV
 from .protocols import Replacement
@@ -28,6 +29,7 @@ class _Installed:
 
     own: Any
     ours: Callable[..., Any]
+    make: Callable[..., Any]
     users: weakref.WeakSet[Any]
 
 
@@ -41,7 +43,10 @@ def attention_of(module: ModuleType) -> Replacement:
 
 
 def install(replacement: Replacement, user: Any) -> None:
-    """Put the new function in place until ``user`` and all others call :func:`remove`."""
+    """Put the new function in place until ``user`` and all others call :func:`remove`.
+
+    Raises PluginError if another adapter has replaced it, for a model that is still attached.
+    """
     owner, name = replacement.owner, replacement.name
     with _lock:
         installed = _installed.get((owner, name))
@@ -49,7 +54,12 @@ def install(replacement: Replacement, user: Any) -> None:
             own = vars(owner).get(name, _MISSING)
             ours = replacement.make(getattr(owner, name))
             setattr(owner, name, ours)
-            installed = _installed[owner, name] = _Installed(own, ours, weakref.WeakSet())
+            installed = _installed[owner, name] = _Installed(own, ours, replacement.make, weakref.WeakSet())
+        elif installed.make is not replacement.make:
+            raise PluginError(
+                f"{owner.__name__}.{name} was replaced by another adapter, for a model that is still attached: "
+                f"detach that one first"
+            )
         installed.users.add(user)
 
 
