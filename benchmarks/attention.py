@@ -31,9 +31,11 @@ from rich.table import Table  # noqa: E402
 
 from tinykv_plugin.allocator import PageAllocator  # noqa: E402
 from tinykv_plugin.journal import Journal  # noqa: E402
+from tinykv_plugin.kv_format import KVFormat  # noqa: E402
 from tinykv_plugin.manager import default_manager  # noqa: E402
 from tinykv_plugin.metadata import PagedKVMetadata  # noqa: E402
 from tinykv_plugin.pages import LayerPages, LayerSpec  # noqa: E402
+from tinykv_plugin.pool import FULL_PRECISION  # noqa: E402
 from tinykv_plugin.protocols import AttentionRequest  # noqa: E402
 from tinykv_plugin.step import GroupStep  # noqa: E402
 from tinykv_plugin.table import PageTable, Retention  # noqa: E402
@@ -112,9 +114,17 @@ def dense(shape: Shape, dtype: mx.Dtype, seconds: float) -> float:
     )
 
 
-def paged(shape: Shape, dtype: mx.Dtype, page_size: int, backend: Any, writer: Any, seconds: float) -> float | None:
+def paged(
+    shape: Shape,
+    dtype: mx.Dtype,
+    page_size: int,
+    backend: Any,
+    writer: Any,
+    seconds: float,
+    kv_format: KVFormat = FULL_PRECISION,
+) -> float | None:
     """A backend on pages in random order; None if it doesn't support the case."""
-    spec = LayerSpec(shape.kv_heads, shape.dim, shape.dim, dtype, dtype)
+    spec = LayerSpec(shape.kv_heads, shape.dim, shape.dim, dtype, dtype).stored_as(kv_format)
     request = AttentionRequest(
         shape.query_heads,
         shape.kv_heads,
@@ -147,9 +157,8 @@ def paged(shape: Shape, dtype: mx.Dtype, page_size: int, backend: Any, writer: A
         for table, context in zip(tables, shape.contexts, strict=True):
             size = (1, shape.kv_heads, context, shape.dim)
             step = GroupStep([table], [context], [context], context)
-            writer.write(
-                PagedKVMetadata(pages, step), mx.random.normal(size).astype(dtype), mx.random.normal(size).astype(dtype)
-            )
+            tokens = spec.encode(mx.random.normal(size).astype(dtype), mx.random.normal(size).astype(dtype))
+            writer.write(PagedKVMetadata(pages, step), *tokens)
         mx.eval(pages.state())
         layers.append(pages)
     queries = mx.random.normal((len(tables), shape.query_heads, shape.queries, shape.dim)).astype(dtype)

@@ -27,6 +27,7 @@ from tinykv_plugin.config import KVCacheConfig
 from tinykv_plugin.layer import PagedLayer
 from tinykv_plugin.pages import LayerPages, LayerSpec
 from tinykv_plugin.plan import CachePlan
+from tinykv_plugin.pool import Budget
 from tinykv_plugin.protocols import LayerChoice
 from tinykv_plugin.sequence import PagedSequence
 from tinykv_plugin.session import PagedSession
@@ -58,7 +59,7 @@ def make_session(pages: int) -> PagedSession:
         emit=lambda name, event: None,
         gather=backend,
     )
-    return PagedSession(context, CachePlan([layer], {"full": None}, [], backend), 1 << 40)
+    return PagedSession(context, CachePlan([layer], {"full": None}, [], backend, []), Budget(1 << 40))
 
 
 def add(session: PagedSession, tokens: int) -> PagedSequence:

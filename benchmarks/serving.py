@@ -10,216 +10,18 @@ Without --model the demo model SmolLM2-135M is fetched. Every answer is compared
 from __future__ import annotations
 
 import argparse
-import contextlib
-import copy
-import gc
 import json
-import random
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 from tinykv_plugin.blas import load_blas
 
 BLAS = load_blas()
 
-import mlx.core as mx  # noqa: E402
 from mlx_lm import load  # noqa: E402
-from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch  # noqa: E402
-from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-import tinykv_plugin as tinykv  # noqa: E402
-
-
-@dataclass
-class Request:
-    """A prompt, the tokens to generate, and after how many decode steps of the others it arrives."""
-
-    prompt: list[int]
-    tokens: int
-    after: int = 0
-    prefix: list[int] = field(default_factory=list)
-
-
-@dataclass
-class Outcome:
-    """What one run gave."""
-
-    wall: float
-    answers: list[list[int]]
-    first: list[float]
-    steps: list[float]
-    moving: float
-    peak_bytes: int
-    token_bytes: int
-
-    def row(self) -> dict[str, float]:
-        generated = sum(map(len, self.answers))
-        waits = sorted(self.first)
-        return {
-            "wall s": self.wall,
-            "tokens/s": generated / self.wall,
-            "first token p50 s": waits[len(waits) // 2],
-            "first token p95 s": waits[min(len(waits) - 1, int(len(waits) * 0.95))],
-            "decode step ms": statistics.median(self.steps) * 1e3,
-            "K/V peak MB": self.peak_bytes / 1e6,
-            # Below zero where rows share pages.
-            "padding %": 100 * (1 - self.token_bytes / self.peak_bytes) if self.peak_bytes else 0.0,
-            "join/leave ms": self.moving * 1e3,
-        }
-
-
-@contextlib.contextmanager
-def timed_moves(spent: list[float]) -> Iterator[None]:
-    """Measure joining, leaving, splitting and extracting, what they leave to be evaluated included."""
-    patched = []
-    for owner, name in (
-        (PromptProcessingBatch, "extend"),
-        (PromptProcessingBatch, "split"),
-        (GenerationBatch, "extend"),
-        (GenerationBatch, "filter"),
-        (GenerationBatch, "extract_cache"),
-    ):
-        original = getattr(owner, name)
-
-        def measured(self: Any, *arguments: Any, original: Callable[..., Any] = original) -> Any:
-            mx.eval([cache.state for cache in self.prompt_cache])
-            start = time.perf_counter()
-            result = original(self, *arguments)
-            moved = [self.prompt_cache, getattr(result, "prompt_cache", result if isinstance(result, list) else [])]
-            mx.eval([cache.state for caches in moved for cache in caches])
-            spent.append(time.perf_counter() - start)
-            return result
-
-        setattr(owner, name, measured)
-        patched.append((owner, name, original))
-    try:
-        yield
-    finally:
-        for owner, name, original in patched:
-            setattr(owner, name, original)
-
-
-def run(model: Any, make: Callable[[], Any], requests: list[Request], held: Callable[[Any], int]) -> Outcome:
-    """Serve ``requests``; ``held(generator)`` is the K/V bytes it holds right now."""
-    gc.collect()
-    mx.clear_cache()
-    prefixes: dict[tuple[int, ...], list[Any]] = {}
-    for request in requests:
-        key = tuple(request.prefix)
-        if key and key not in prefixes:
-            prefixes[key] = make_prompt_cache(model)
-            model(mx.array([request.prefix]), cache=prefixes[key])
-            mx.eval([cache.state for cache in prefixes[key]])
-    spent: list[float] = []
-    with timed_moves(spent):
-        generator = make()
-        waiting = list(enumerate(requests))
-        index_of: dict[int, int] = {}
-        answers: list[list[int]] = [[] for _ in requests]
-        inserted: dict[int, float] = {}
-        first: dict[int, float] = {}
-        decoded: list[tuple[int, float]] = []
-        steps = 0
-        peak = tokens_at_peak = 0
-        start = time.perf_counter()
-        while waiting or len(first) < len(requests) or generator_busy(generator):
-            for index, request in [item for item in waiting if item[1].after <= steps]:
-                cache = copy.deepcopy(prefixes[tuple(request.prefix)]) if request.prefix else None
-                (uid,) = generator.insert(
-                    [request.prompt], [request.tokens], caches=[cache], all_tokens=[list(request.prefix)]
-                )
-                index_of[uid] = index
-                inserted[index] = time.perf_counter()
-                waiting.remove((index, request))
-            begin = time.perf_counter()
-            prompts, generated = generator.next()
-            now = time.perf_counter()
-            rows = len(generator._generation_batch)
-            if generated and not prompts:
-                decoded.append((rows, now - begin))
-            steps += bool(generated)
-            for response in generated:
-                index = index_of[response.uid]
-                if response.finish_reason == "error":
-                    raise response.error
-                answers[index].append(response.token)
-                first.setdefault(index, now - inserted[index])
-            bytes_now = held(generator)
-            if bytes_now > peak:
-                peak = bytes_now
-                tokens_at_peak = sum(
-                    len(tokens)
-                    for batch in (generator._prompt_batch, generator._generation_batch)
-                    for tokens in batch.tokens
-                )
-        wall = time.perf_counter() - start
-        generator.close()
-    return Outcome(wall, answers, list(first.values()), fullest(decoded), sum(spent), peak, tokens_at_peak)
-
-
-def fullest(decoded: list[tuple[int, float]]) -> list[float]:
-    """The durations of the decode steps that had the most rows."""
-    most = max((rows for rows, _ in decoded), default=0)
-    return [seconds for rows, seconds in decoded if rows == most] or [0.0]
-
-
-def generator_busy(generator: Any) -> bool:
-    return bool(generator._unprocessed_sequences or len(generator._prompt_batch) or len(generator._generation_batch))
-
-
-def scenarios(quick: bool) -> dict[str, list[Request]]:
-    rng = random.Random(0)
-
-    def prompt(length: int) -> list[int]:
-        return [rng.randrange(100, 40_000) for _ in range(length)]
-
-    scale = 4 if quick else 1
-    answer = 64 // scale
-    shared = prompt(1000 // scale)
-    return {
-        "a": [Request(prompt(length // scale or 4), answer) for length in (3000, 500, 10)],
-        "b": [
-            *(Request(prompt(64 // scale), answer) for _ in range(16)),
-            Request(prompt(2048 // scale), answer // 2, after=4),
-        ],
-        "c": [Request(prompt(rng.choice((16, 32, 64, 128, 512)) // scale or 4), answer // 2) for _ in range(32)],
-        "d": [Request(prompt(24), answer, prefix=shared) for _ in range(8)],
-    }
-
-
-def compare(model: Any, name: str, requests: list[Request], attention: str) -> dict[str, dict[str, float]]:
-    def stock_bytes(generator: Any) -> int:
-        # The stored prefix's copy is held as well, but counted in neither run.
-        return int(generator.prompt_cache_nbytes)
-
-    options: dict[str, Any] = {"prefill_batch_size": 8, "prefill_step_size": 2048}
-    stock_options = dict(options)
-    if name == "c":
-        stock_options |= {"completion_batch_size": 6, "prefill_batch_size": 6}
-    stock = run(model, lambda: BatchGenerator(model, **stock_options), requests, stock_bytes)
-    budget: dict[str, Any] = {"memory": max(stock.peak_bytes, 1)} if name == "c" else {}
-    with tinykv.attach(model, attention=attention, **budget) as kv:
-        paged = run(
-            model,
-            lambda: tinykv.PagedBatchGenerator(model, **options),
-            requests,
-            lambda generator: kv.stats().bytes_used,
-        )
-        per_token = sum(group.page_bytes for group in kv.groups) / kv.config.page_size
-        plan = kv.plan[0]
-    for outcome in (stock, paged):
-        outcome.token_bytes = int(outcome.token_bytes * per_token)
-    equal = sum(a == b for a, b in zip(stock.answers, paged.answers, strict=True))
-    rows = {"stock": stock.row(), f"paged ({plan.backend})": paged.row()}
-    first, second = rows.values()
-    rows["paged / stock"] = {key: second[key] / first[key] if first[key] else float("nan") for key in first}
-    rows["equal answers"] = {"wall s": equal, "tokens/s": len(requests)}
-    return rows
+from tinykv_plugin.bench.batches import compare, scenarios  # noqa: E402
+from tinykv_plugin.bench.ways import vocabulary  # noqa: E402
 
 
 def main() -> None:
@@ -234,27 +36,23 @@ def main() -> None:
         from tinykv_plugin.demo.fetch import fetch_model
 
         arguments.model = str(fetch_model())
-    model, _ = load(arguments.model)
+    model = load(arguments.model)[0]
     console = Console()
     console.print(f"model {arguments.model}, BLAS {BLAS.name}")
     results = {}
-    for name, requests in scenarios(arguments.quick).items():
+    for name, requests in scenarios(4 if arguments.quick else 1, vocabulary(model)).items():
         if name not in arguments.scenario:
             continue
-        results[name] = compare(model, name, requests, arguments.attention)
-        equal = results[name].pop("equal answers")
-        table = Table(
-            title=f"scenario {name}: {int(equal['wall s'])} of {int(equal['tokens/s'])} answers equal stock's"
-        )
+        found = compare(model, name, requests, arguments.attention)
+        results[name] = found.rows
+        table = Table(title=f"scenario {name}: {found.equal} of {len(requests)} answers equal stock's")
         table.add_column("")
-        for column in next(iter(results[name].values())):
+        for column in next(iter(found.rows.values())):
             table.add_column(column, justify="right")
-        for label, numbers in results[name].items():
+        for label, numbers in found.rows.items():
             table.add_row(label, *(f"{value:,.2f}" for value in numbers.values()))
         console.print(table)
-        ratios = results[name]["paged / stock"]
-        losing = [key for key, ratio in ratios.items() if ratio != 1 and (ratio < 1) == (key == "tokens/s")]
-        console.print(f"paged loses on: {', '.join(losing) or 'nothing'}")
+        console.print(f"paged loses on: {', '.join(found.losing) or 'nothing'}")
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump(results, file, indent=1)

@@ -95,9 +95,10 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     template = "{% for message in messages %}<s>{{ message['content'] }}{% endfor %}"
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    fields = {**TINY_LLAMA, "vocab_size": len(vocabulary)}
-    (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    save_model(folder, make_tiny_llama(vocab_size=len(vocabulary)))
+    # A head dim that can be quantized.
+    fields = {"vocab_size": len(vocabulary), "head_dim": 32}
+    (folder / "config.json").write_text(json.dumps({**TINY_LLAMA, **fields}), encoding="utf-8")
+    save_model(folder, make_tiny_llama(**fields))
     return folder
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .errors import (
         CacheStateError,
         ConfigError,
+        DraftError,
         InvariantError,
         OutOfPagesError,
         PluginError,
@@ -40,6 +41,7 @@ _HOME = {
     "KVCacheConfig": "config",
     "CacheStateError": "errors",
     "ConfigError": "errors",
+    "DraftError": "errors",
     "InvariantError": "errors",
     "OutOfPagesError": "errors",
     "PluginError": "errors",
@@ -58,6 +60,7 @@ __all__ = [
     "Attachment",
     "CacheStateError",
     "ConfigError",
+    "DraftError",
     "InvariantError",
     "KVCacheConfig",
     "OutOfPagesError",

@@ -70,6 +70,10 @@ class PageAllocator:
         self.cached_only -= self._ref_counts[page] == 1
         return bool(self.release([page]))
 
+    def ref_counts(self) -> array[int]:
+        """A copy of the holders of every page up to the last that was ever handed out."""
+        return self._ref_counts[: self._fresh]
+
     def resize(self, capacity: int) -> None:
         """More page ids; not journaled (a rolled-back transaction may leave a larger pool)."""
         assert capacity >= self.capacity

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -13,15 +15,19 @@ from mlx_lm.models import cache as mlx_cache
 
 from . import dispatch
 from .config import KVCacheConfig
+from .drafts import drafting
 from .errors import CacheStateError, ConfigError, PluginError
 from .manager import PluginManager, default_manager
 from .prefix_cache import PrefixCache
-from .protocols import AttachContext, CacheSession, LayerPlan, ReplacingAdapter
+from .protocols import AttachContext, CacheSession, LayerPlan, Replacement, ReplacingAdapter
 from .session import GroupInfo, PagedSession
 from .stats import PoolStats
 
 _HOOK = "make_cache"
 _MISSING = object()
+# The package has a function of this name in place of the module.
+_GENERATE = importlib.import_module("mlx_lm.generate")
+_DRAFTS = "speculative_generate_step"
 _MAKE_PROMPT_CACHE = mlx_cache.make_prompt_cache.__code__
 
 _lock = threading.RLock()
@@ -29,27 +35,37 @@ _live: weakref.WeakSet[Attachment] = weakref.WeakSet()
 
 
 def attach(
-    model: Any, config: KVCacheConfig | None = None, *, plugins: PluginManager | None = None, **fields: Any
+    model: Any,
+    config: KVCacheConfig | None = None,
+    *,
+    plugins: PluginManager | None = None,
+    budget_of: Attachment | None = None,
+    **fields: Any,
 ) -> Attachment:
     """Give ``model`` (an mlx-lm model) paged caches from now on.
 
     Settings come from ``config`` or from keyword ``fields``, see :class:`~tinykv_plugin.config.KVCacheConfig`.
-    Sets ``model.make_cache`` and the attention function in the model's module; the result's ``detach()`` (or leaving
-    it as a context manager) restores both. Raises ConfigError or PluginError with nothing changed.
+    With ``budget_of``, another model's attachment (a draft model's target), pages are taken from that one's ``memory``.
+    Sets ``model.make_cache``, the attention function in the model's module and mlx-lm's loop for drafts; the result's
+    ``detach()`` (or leaving it as a context manager) restores them. Raises ConfigError or PluginError with nothing
+    changed.
     """
     if config is not None and fields:
         raise ConfigError(next(iter(fields)), "give either a config or fields, not both")
     if config is None:
         config = KVCacheConfig(**fields)
-    return Attachment(model, config, plugins or default_manager())
+    return Attachment(model, config, plugins or default_manager(), budget_of)
 
 
 class Attachment:
     """A model under the plugin. Its plan and pools are made at the first ``make_cache()``, after any sharding."""
 
-    def __init__(self, model: Any, config: KVCacheConfig, plugins: PluginManager) -> None:
+    def __init__(
+        self, model: Any, config: KVCacheConfig, plugins: PluginManager, budget_of: Attachment | None = None
+    ) -> None:
         self.model = model
         self.config = config
+        self._budget_of = budget_of
         self._provider = plugins.provider(config.cache)
         self._context = AttachContext(
             model=model,
@@ -61,11 +77,15 @@ class Attachment:
             emit=plugins.emit,
         )
         self._session: CacheSession | None = None
+        check = getattr(self._provider, "check", None)
+        if check is not None:
+            check(self._context)
         self._attached = True
         adapter = self._context.adapter
         self._replaced = [dispatch.attention_of(module) for module in adapter.attention_modules(model)]
         if isinstance(adapter, ReplacingAdapter):
             self._replaced += adapter.replacements(model)
+        self._replaced.append(Replacement(_GENERATE, _DRAFTS, _drafting))
         with _lock:
             self._install()
             self._make_cache = self.make_cache
@@ -91,7 +111,11 @@ class Attachment:
             if self._session is None:
                 if not self._attached:
                     raise CacheStateError("the model was detached from tinykv before any cache was made")
-                self._session = self._provider.open(self._context)
+                context = self._context
+                if self._budget_of is not None:
+                    context = replace(context, shares_budget_of=self._budget_of.session)
+                self._session = self._provider.open(context)
+                self._budget_of = None
             return self._session
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
@@ -181,6 +205,16 @@ def attachment_of(model: Any) -> Attachment | None:
     """The attachment whose caches ``model`` makes now."""
     owner = getattr(vars(model).get(_HOOK), "__self__", None)
     return owner if isinstance(owner, Attachment) else None
+
+
+def is_paged(model: Any) -> bool:
+    """Whether ``model`` makes paged caches now."""
+    kv = attachment_of(model)
+    return kv is not None and isinstance(kv.session, PagedSession)
+
+
+def _drafting(own_loop: Callable[..., Any]) -> Callable[..., Any]:
+    return drafting(own_loop, is_paged)
 
 
 def _asked_max_kv_size() -> int | None:

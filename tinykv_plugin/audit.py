@@ -45,6 +45,8 @@ def audit(session: PagedSession) -> None:
         for index, layer in pool.layers.items():
             if layer.num_pages != pool.allocator.capacity:
                 raise InvariantError(f"layer {index} has {layer.num_pages} of {pool.allocator.capacity} pages")
-    reserved, budget = sum(pool.nbytes for pool in session.pools), session.budget
-    if reserved != budget.reserved or reserved > budget.total:
-        raise InvariantError(f"{reserved} bytes held, {budget.reserved} booked, {budget.total} allowed")
+    for pool in session.pools:
+        if pool.booked != pool.nbytes:
+            raise InvariantError(f"{pool.nbytes} bytes held by pool {pool.name!r}, {pool.booked} booked")
+    if session.budget.left < 0:
+        raise InvariantError(f"{session.budget.reserved} bytes booked, {session.budget.total} allowed")

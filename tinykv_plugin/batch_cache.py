@@ -56,7 +56,9 @@ class BatchPagedKVCache(LayerView):
         session, layer, rows = self._session, self._layer, self._rows
         width = keys.shape[2]
         if keys.shape[0] != len(rows):
-            raise CacheStateError(f"a batch cache of {len(rows)} rows was given {keys.shape[0]}")
+            raise CacheStateError(
+                f"a batch cache of {len(rows)} rows was given {keys.shape[0]}; merge or filter it to as many rows first"
+            )
         with session.lock:
             step = rows[0].step
             if step is None or any(row.step is not step for row in rows) or len(step.rows) != len(rows):
@@ -105,10 +107,15 @@ class BatchPagedKVCache(LayerView):
     ) -> None:
         """Say how many of the tokens to come are each row's own; the others are padding and not written."""
         if left_padding is not None and any(left_padding):
-            raise CacheStateError("paged caches take prompts padded on the right, not on the left")
+            raise CacheStateError(
+                f"left_padding={list(left_padding)}: paged caches take prompts padded on the right, not on the left; "
+                f"pass lengths and right_padding"
+            )
         if right_padding is not None and any(right_padding):
             if lengths is None:
-                raise CacheStateError("right padding needs the rows' lengths")
+                raise CacheStateError(
+                    f"right_padding={list(right_padding)} needs the rows' lengths beside it: prepare(lengths=...)"
+                )
             self._lengths = [int(length) for length in lengths]
 
     def finalize(self) -> None:
@@ -138,6 +145,7 @@ class BatchPagedKVCache(LayerView):
         return max((row.offset(self._layer.bit) for row in self._rows), default=0)
 
     def empty(self) -> bool:
+        """Whether no row has a token."""
         return self.size() == 0
 
     @property
@@ -192,4 +200,7 @@ def _same_retention(layer: PagedLayer, rows: Sequence[PagedSequence]) -> None:
     retentions = {row.tables[layer.group].retention for row in rows}
     if len(retentions) > 1:
         limits = sorted(str(retention.window) for retention in retentions)
-        raise CacheStateError(f"requests with different max_kv_size can't be batched: {', '.join(limits)}")
+        raise CacheStateError(
+            f"requests with different max_kv_size can't be batched: {', '.join(limits)}; "
+            f"give them the same, or run them apart"
+        )

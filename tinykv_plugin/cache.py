@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from .batch_cache import BatchPagedKVCache
 from .errors import CacheStateError
+from .kv_format import Affine
 from .masks import sequence_mask
 from .metadata import PagedMask
 from .sequence import PagedSequence
@@ -76,11 +77,29 @@ class PagedKVCache(LayerView):
             with self._session.lock:
                 row.heal()
         layer = self._layer
-        return sequence_mask(N, row.offset(bit), self.window, layer.handles, return_array, window_size, layer.chunk)
+        keep = row.tables[layer.group].retention.keep if row.stepwise else 0
+        return sequence_mask(
+            N, row.offset(bit), self.window, layer.handles, return_array, window_size, keep, layer.chunk
+        )
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Copies of the tokens held, ``(1, kv_heads, tokens, head_dim)``; with a window only those it still holds."""
-        return self._session.read(self._layer, self._row)
+        keys, values = self._session.read(self._layer, self._row)
+        return self._session.pages_of(self._layer).spec.decode(keys, values)
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> PagedKVCache:
+        """What mlx-lm calls with its own ``kv_bits``: pages can't change their format, so it must be the one they have.
+
+        Raises CacheStateError if it isn't.
+        """
+        wanted = (Affine(bits, group_size), Affine(bits, group_size))
+        spec = self._session.pages_of(self._layer).spec
+        if (spec.keys, spec.values) != wanted:
+            raise CacheStateError(
+                f"kv_bits={bits}, kv_group_size={group_size}: the pages of this model hold {spec.storage()}; set bits "
+                f"and group_size where tinykv is attached instead (--kv-bits {bits} --kv-group-size {group_size})"
+            )
+        return self
 
     def size(self) -> int:
         """Tokens that can be attended to."""
@@ -88,6 +107,7 @@ class PagedKVCache(LayerView):
         return self.offset if window is None else min(self.offset, window)
 
     def empty(self) -> bool:
+        """Whether there is no token yet."""
         return self.offset == 0
 
     @property
@@ -97,6 +117,7 @@ class PagedKVCache(LayerView):
 
     @classmethod
     def from_state(cls, state: object) -> PagedKVCache:
+        """Not possible: the pages belong to a model's attachment. Raises CacheStateError."""
         raise CacheStateError("a paged cache needs its model; load it with tinykv_plugin.load_prompt_cache(…, kv=…)")
 
     def is_trimmable(self) -> bool:

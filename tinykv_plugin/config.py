@@ -72,6 +72,22 @@ class KVCacheConfig(BaseSettings):
             'backend such as "cpu" or "metal".'
         ),
     )
+    bits: Literal[4, 5, 6, 8] | None = Field(
+        default=None,
+        description=(
+            "Bits of an element of K and V in the pages, in mlx's affine quantization. Unset: the model's own dtype. "
+            "Also mlx-lm's own flag of that name."
+        ),
+    )
+    key_bits: Literal[4, 5, 6, 8] | None = Field(default=None, description="Bits of keys, if not those of bits.")
+    value_bits: Literal[4, 5, 6, 8] | None = Field(default=None, description="Bits of values, if not those of bits.")
+    group_size: Literal[32, 64, 128] | None = Field(
+        default=None,
+        description=(
+            "Elements of a quantized head that share a scale and a bias. "
+            "Unset: 64, or 32 where that divides the head dim and 64 doesn't."
+        ),
+    )
     max_kv_size: int | None = Field(
         default=None,
         ge=8,
@@ -167,7 +183,10 @@ class KVCacheConfig(BaseSettings):
         except ValidationError as error:
             raise _one_line(error, fields) from None
 
-    @field_validator("page_size", "max_pages", "max_kv_size", "rewind", "prefix_interval", "max_queue", mode="before")
+    @field_validator(
+        "page_size", "max_pages", "max_kv_size", "rewind", "prefix_interval", "max_queue", "bits", "key_bits",
+        "value_bits", "group_size", mode="before",
+    )  # fmt: skip
     @classmethod
     def _digits(cls, value: object) -> object:
         """Environment variables and flags arrive as text; anything but digits is left for the error message."""
@@ -214,8 +233,9 @@ def allowed(name: str) -> str:
     field = KVCacheConfig.model_fields[name]
     if name == "prefix_dir":
         return "the name of a folder"
-    if get_origin(field.annotation) is Literal:
-        return f"one of {', '.join(get_args(field.annotation))}"
+    choices = [part for part in (field.annotation, *get_args(field.annotation)) if get_origin(part) is Literal]
+    if choices:
+        return f"one of {', '.join(map(str, get_args(choices[0])))}"
     if field.annotation is bool:
         return "true or false"
     if field.annotation is str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from mlx_lm.models import cache as mlx_cache
 
+from .errors import ConfigError
 from .hookspecs import hookimpl
 from .protocols import AttachContext, CacheProvider, CacheSession, LayerPlan
 from .session import KEPT_TOKENS
@@ -21,10 +22,12 @@ class DenseSession:
 
     @property
     def plan(self) -> Sequence[LayerPlan]:
+        """Every layer as mlx-lm has it."""
         reason = "cache is set to 'dense'"
         return [LayerPlan(index, "dense", "dense", "mlx-lm", reason) for index in range(len(self._context.own_cache()))]
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
+        """What mlx-lm would have made."""
         own = self._context.own_cache()
         if max_kv_size is None:
             return own
@@ -47,7 +50,16 @@ class DenseProvider:
 
     name = "dense"
 
+    def check(self, context: AttachContext) -> None:
+        """Raise ConfigError for settings that only pages have."""
+        for field in ("bits", "key_bits", "value_bits"):
+            if getattr(context.config, field) is not None:
+                raise ConfigError(
+                    field, "is for pages, and cache is set to 'dense'; give mlx-lm its own kv_bits (its flag --kv-bits)"
+                )
+
     def open(self, context: AttachContext) -> CacheSession:
+        """A session that changes nothing."""
         return DenseSession(context)
 
 

@@ -39,6 +39,10 @@ class PromptCacheFileError(TinyKVError, ValueError):
         self.path = str(path)
 
 
+class DraftError(TinyKVError, ValueError):
+    """A draft model can't be used with this model or these caches; nothing was computed."""
+
+
 class HandleTouchedError(TinyKVError, TypeError):
     """Model code used a K/V handle or a mask other than by handing it to attention.
 

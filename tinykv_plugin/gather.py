@@ -30,14 +30,14 @@ class GatherBackend:
     direct = False
     priority = 0
     features = frozenset({"softcap", "chunk", "keys_only"})
+    reads_quantized = True
 
     def supports(self, request: AttentionRequest) -> list[str]:
         return []
 
     def resize(self, pages: LayerPages, num_pages: int) -> None:
         shapes = pages.shape(num_pages)
-        dtypes = (pages.spec.dtype, pages.spec.value_dtype)
-        for side, shape, dtype in zip(("keys", "values"), shapes, dtypes, strict=True):
+        for side, shape, dtype in zip(("keys", "values"), shapes, pages.dtypes, strict=True):
             old: mx.array | None = getattr(pages, side)
             if num_pages == 0:
                 setattr(pages, side, None)
@@ -105,6 +105,9 @@ class GatherBackend:
         return attend_arrays(queries, keys, values, scale=scale, mask=mask, sinks=sinks, softcap=softcap)
 
     def dense(self, metadata: PagedKVMetadata) -> tuple[mx.array, mx.array]:
+        return metadata.pages.spec.decode(*self.stored(metadata))
+
+    def stored(self, metadata: PagedKVMetadata) -> tuple[mx.array, mx.array]:
         step = metadata.step
         pages = metadata.pages
         if pages.copy_out is not None:
@@ -181,6 +184,7 @@ def _array_mask(step: GroupStep, mask: mx.array | str | PagedMask | None) -> mx.
     limit = mask.window if isinstance(mask, PagedMask) else step.window if isinstance(mask, str) else None
     chunk = mask.chunk if isinstance(mask, PagedMask) else None
     causal = mask is not None or step.width == 1
+    keep = step.keep if step.stepwise and limit == step.window else 0
 
     def make() -> mx.array | str | None:
         priors = [prior_tokens(start, step.window) for start in step.starts]
@@ -188,7 +192,7 @@ def _array_mask(step: GroupStep, mask: mx.array | str | PagedMask | None) -> mx.
             columns = max(1, max(prior + query for prior, query in zip(priors, step.query_lens, strict=True)))
             return row_masks(step.width, priors, step.query_lens, columns, limit, causal, step.starts, chunk)
         if chunk is not None or (limit is not None and priors[0] + step.width > limit):
-            return causal_array(step.width, priors[0], limit, step.starts[0], chunk)
+            return causal_array(step.width, priors[0], limit, keep, step.starts[0], chunk)
         return "causal" if step.width > 1 else None
 
     return step.cached(("mask", limit, causal, chunk), make)

@@ -130,9 +130,13 @@ class PagedLayer:
     def choose_reader(self, request: AttentionRequest) -> Reader:
         """The first backend that supports ``request`` and passes its self-test, and why those before it don't."""
         refusals: list[str] = []
+        packed = request.keys is not None or request.values is not None
         for backend in self.backends:
-            unknown = request.features - set(getattr(backend, "features", ()))
-            reasons = [f"{name} is not supported" for name in sorted(unknown)] or backend.supports(request)
+            unknown = sorted(request.features - set(getattr(backend, "features", ())))
+            reasons = [f"{name} is not supported" for name in unknown]
+            if packed and not getattr(backend, "reads_quantized", False):
+                reasons.append("quantized pages are not supported")
+            reasons = reasons or backend.supports(request)
             trial = Trial() if reasons else try_out(backend, self.backends[-1], request)
             if not reasons and not trial.problem:
                 return Reader(backend, tuple(refusals), trial.outcome if any(astuple(trial.outcome)) else None)
@@ -156,7 +160,8 @@ class PagedLayer:
             reason = "; ".join(part for part in (self.reason, *reader.refusals, reader.timings()) if part)
             if not reader.backend.direct and not reason:
                 reason = "no backend that reads pages directly is installed or chosen"
-        return LayerPlan(self.index, self.choice.kind, attention, backend, reason, self.choice.window)
+        storage = self.spec.storage() if self.spec is not None else ""
+        return LayerPlan(self.index, self.choice.kind, attention, backend, reason, self.choice.window, storage)
 
     def _request(
         self,
@@ -182,6 +187,8 @@ class PagedLayer:
             sinks=sinks,
             softcap=softcap,
             chunk=chunk,
+            keys=spec.keys,
+            values=spec.values,
         )
 
 

@@ -48,6 +48,7 @@ class PluginManager:
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._infos: list[PluginInfo] = []
+        self._failed: set[str] = set()  # hooks, so that each is reported once
         self.hook: Any = self._manager.hook
         if points is None:
             points = entry_points(group=ENTRY_POINT_GROUP)
@@ -110,11 +111,13 @@ class PluginManager:
         )
 
     def emit(self, hook: str, event: object) -> None:
-        """Call a notification hook; a plugin's exception is logged, never passed on."""
+        """Call a notification hook; a plugin's exception is logged, the first time, and never passed on."""
         try:
             getattr(self.hook, hook)(event=event)
         except Exception:
-            log.exception("a plugin's %s failed", hook)
+            level = logging.DEBUG if hook in self._failed else logging.ERROR
+            self._failed.add(hook)
+            log.log(level, "a plugin's %s failed", hook, exc_info=True)
 
     def _collect(self, hook: str) -> list[Any]:
         return [item for offered in getattr(self.hook, hook)() for item in offered]

@@ -24,13 +24,14 @@ def sequence_mask(
     handles: bool,
     return_array: bool,
     window_size: int | None,
+    keep: int = 0,
     chunk: int | None = None,
 ) -> mx.array | str | PagedMask | None:
     """The mask for ``count`` tokens after ``start`` others, as mlx-lm's caches answer for one sequence.
 
     ``window`` is the cache's own, ``window_size`` the model's argument; with ``chunk`` only the query's own chunk of
     that many positions is seen. With ``handles`` a PagedMask stands for an array; without, the array's columns are the
-    gathered keys: :func:`prior_tokens` earlier ones and the new ones.
+    gathered keys: :func:`prior_tokens` earlier ones and the new ones. ``keep`` is :func:`causal_array`'s.
     """
     sizes = [size for size in (window, window_size) if size is not None]
     prior = prior_tokens(start, window)
@@ -44,6 +45,8 @@ def sequence_mask(
             return None
         return causal_array(count, start, None) if return_array else "causal"
     limit = min(sizes)
+    if limit != window:
+        keep = 0  # the model itself looks back no further
     reaches_all = prior + count <= limit
     if count == 1:
         # The cache's own window is exact without a mask.
@@ -51,18 +54,25 @@ def sequence_mask(
             return None
         return PagedMask(limit) if handles and not return_array else causal_array(1, prior, limit)
     if return_array:
-        return causal_array(count, prior, limit)
+        return causal_array(count, prior, limit, keep)
     if reaches_all:
         return "causal"
-    return PagedMask(limit) if handles else causal_array(count, prior, limit)
+    return PagedMask(limit) if handles else causal_array(count, prior, limit, keep)
 
 
-def causal_array(count: int, prior: int, window: int | None, start: int = 0, chunk: int | None = None) -> mx.array:
+def causal_array(
+    count: int, prior: int, window: int | None, keep: int = 0, start: int = 0, chunk: int | None = None
+) -> mx.array:
     """Boolean ``(count, prior + count)``: query i, at column ``prior + i``, sees the ``window`` columns up to it.
 
-    With ``chunk``, of these only the columns of its own chunk; query 0 is at position ``start``.
+    With ``keep``, the first columns are among those that each query sees, as if the queries came one by one. With
+    ``chunk``, a query sees the columns of its own chunk only; query 0 is at position ``start``.
     """
-    return mx.array(_causal(count, prior, window, start, chunk))
+    seen = _causal(count, prior, window, start, chunk)
+    if keep and window is not None:
+        seen = _causal(count, prior, window - keep)
+        seen[:, : min(keep, prior)] = True
+    return mx.array(seen)
 
 
 def row_masks(

@@ -29,18 +29,19 @@ class PagedKVMetadata:
 
     @property
     def key_pages(self) -> mx.array:
-        """``(num_pages, kv_heads, page_size, key_dim)``. Don't hold it over a write."""
+        """``(num_pages, kv_heads, page_size, elements)``, as stored. Don't hold it over a write."""
         assert self.pages.keys is not None
         return self.pages.keys
 
     @property
     def value_pages(self) -> mx.array:
-        """``(num_pages, kv_heads, page_size, value_dim)``. Don't hold it over a write."""
+        """``(num_pages, kv_heads, page_size, elements)``, as stored. Don't hold it over a write."""
         assert self.pages.values is not None
         return self.pages.values
 
     @property
     def page_size(self) -> int:
+        """Tokens in a page."""
         return self.pages.page_size
 
     @property

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
+from dataclasses import replace
 
-import mlx.core as mx
-
+from .device import device_memory
 from .hookspecs import hookimpl
-from .plan import make_plan
+from .plan import check_format, make_plan
+from .pool import Budget
 from .protocols import AttachContext, CacheProvider, CacheSession
 from .session import PagedSession
 
@@ -17,15 +17,19 @@ class PagedProvider:
 
     name = "paged"
 
+    def check(self, context: AttachContext) -> None:
+        """Raise ConfigError if the model's K/V can't be stored as the settings ask."""
+        check_format(context)
+
     def open(self, context: AttachContext) -> CacheSession:
-        return PagedSession(context, make_plan(context), context.config.memory_bytes(device_memory()))
-
-
-def device_memory() -> int:
-    """Bytes that a fraction in the setting ``memory`` is taken of: recommended working set or physical memory."""
-    if mx.metal.is_available():
-        return int(mx.device_info()["max_recommended_working_set_size"])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        """Plan the model and make its page pools."""
+        sharing = context.shares_budget_of
+        if isinstance(sharing, PagedSession):
+            budget = sharing.budget
+        else:
+            budget = Budget(context.config.memory_bytes(device_memory()))
+        # The other model is not kept alive by this one.
+        return PagedSession(replace(context, shares_budget_of=None), make_plan(context), budget)
 
 
 @hookimpl

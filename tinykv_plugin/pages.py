@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from .errors import PluginError
+from .kv_format import Affine, KVFormat
 
 if TYPE_CHECKING:
     from .metadata import PagedKVMetadata
@@ -22,26 +23,81 @@ WRITES_PENDING = 256
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Shapes of one layer's K and V: heads, head dims (K and V may differ), dtypes."""
+    """Shapes of one layer's K and V: heads, head dims (K and V may differ), dtypes; and how each is packed, if it is.
+
+    ``dtype`` and ``value_dtype`` are the model's; a packed side is stored as uint32.
+    """
 
     kv_heads: int
     key_dim: int
     value_dim: int
     dtype: mx.Dtype
     value_dtype: mx.Dtype
+    keys: Affine | None = None
+    values: Affine | None = None
 
     @classmethod
     def of(cls, keys: mx.array, values: mx.array) -> LayerSpec:
         """The spec of ``keys`` and ``values`` as a model passes them, ``(batch, kv_heads, tokens, head_dim)``."""
         return cls(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, values.dtype)
 
+    def stored_as(self, kv_format: KVFormat) -> LayerSpec:
+        """The same K and V in another format. Raises ConfigError if it can't hold them."""
+        return replace(self, keys=kv_format.keys(self.key_dim), values=kv_format.values(self.value_dim))
+
+    @property
+    def stored(self) -> tuple[tuple[int, mx.Dtype], tuple[int, mx.Dtype]]:
+        """Elements a head and dtype of K and of V, as they are in the pages."""
+        return _stored(self.keys, self.key_dim, self.dtype), _stored(self.values, self.value_dim, self.value_dtype)
+
     def token_bytes(self) -> int:
-        """Bytes of one token's K and V."""
+        """Bytes of one token's K and V in the pages."""
+        return self.kv_heads * sum(dim * dtype.size for dim, dtype in self.stored)
+
+    @property
+    def unpacked(self) -> LayerSpec:
+        """The same K and V in the model's dtypes."""
+        return replace(self, keys=None, values=None)
+
+    def model_token_bytes(self) -> int:
+        """Bytes of one token's K and V as the model makes them."""
         return self.kv_heads * (self.key_dim * self.dtype.size + self.value_dim * self.value_dtype.size)
+
+    def encode(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """K and V ``(…, head_dim)`` as they are stored."""
+        return (
+            keys if self.keys is None else self.keys.encode(keys),
+            values if self.values is None else self.values.encode(values),
+        )
+
+    def decode(self, keys: mx.array, values: mx.array, to: mx.Dtype | None = None) -> tuple[mx.array, mx.array]:
+        """Stored K and V as the model made them, but for what quantization lost; with ``to`` in that dtype."""
+        return (
+            _decoded(self.keys, keys, self.key_dim, self.dtype, to),
+            _decoded(self.values, values, self.value_dim, self.value_dtype, to),
+        )
+
+    def storage(self) -> str:
+        """How K and V are stored, in words."""
+        sides = [
+            str(dtype).removeprefix("mlx.core.") if packed is None else str(packed)
+            for packed, dtype in ((self.keys, self.dtype), (self.values, self.value_dtype))
+        ]
+        return sides[0] if sides[0] == sides[1] else f"keys {sides[0]}, values {sides[1]}"
+
+
+def _decoded(packed: Affine | None, rows: mx.array, dim: int, dtype: mx.Dtype, to: mx.Dtype | None) -> mx.array:
+    if packed is None:
+        return rows if to is None else rows.astype(to)
+    return packed.decode(rows, dim, dtype, to)
+
+
+def _stored(packed: Affine | None, dim: int, dtype: mx.Dtype) -> tuple[int, mx.Dtype]:
+    return (dim, dtype) if packed is None else (packed.words(dim, dtype), mx.uint32)
 
 
 class LayerPages:
-    """K and V pages of one layer, HND: ``(num_pages, kv_heads, page_size, head_dim)`` each.
+    """K and V pages of one layer, HND: ``(num_pages, kv_heads, page_size, elements)`` each, see ``spec.stored``.
 
     Nothing but this object may hold the arrays: mlx writes in place only into an array with one holder, and copies
     the whole pool otherwise. A backend that writes in place by its own primitive sets ``written``, a small array
@@ -82,13 +138,17 @@ class LayerPages:
         """Bytes of both arrays."""
         return self.num_pages * self.page_bytes
 
+    @property
+    def dtypes(self) -> tuple[mx.Dtype, mx.Dtype]:
+        """The dtypes of the K and V arrays."""
+        (_, keys), (_, values) = self.spec.stored
+        return keys, values
+
     def shape(self, num_pages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes of the K and V arrays for ``num_pages`` pages."""
-        spec = self.spec
-        return (
-            (num_pages, spec.kv_heads, self.page_size, spec.key_dim),
-            (num_pages, spec.kv_heads, self.page_size, spec.value_dim),
-        )
+        heads = self.spec.kv_heads
+        (key_dim, _), (value_dim, _) = self.spec.stored
+        return (num_pages, heads, self.page_size, key_dim), (num_pages, heads, self.page_size, value_dim)
 
     def readable(self) -> tuple[mx.array, mx.array]:
         """K and V pages as mlx operations must read them: after every write so far. Don't hold them over a write.

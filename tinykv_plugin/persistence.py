@@ -15,6 +15,7 @@ from . import layout
 from .cache import PagedKVCache
 from .errors import CacheStateError, PromptCacheFileError
 from .file_header import KEY, FileHeader
+from .packed_cache import PackedKVCache, is_quantized, quantized_cache, stored_rows
 from .pages import LayerSpec
 from .restore import HeldTokens, fill
 from .session import KEPT_TOKENS, PagedSession
@@ -136,16 +137,20 @@ def _model_of(cache: Sequence[Any]) -> str:
 
 def _is_limited(leaf: Any) -> bool:
     """Whether a cache was made with ``max_kv_size``."""
-    return type(leaf) is mlx_cache.RotatingKVCache and leaf.keep == KEPT_TOKENS
+    return isinstance(leaf, mlx_cache.RotatingKVCache | PackedKVCache) and leaf.keep == KEPT_TOKENS
 
 
 def _dense(leaf: Any) -> Any:
-    """A paged cache's tokens in the class mlx-lm would have used; other caches as they are."""
+    """A paged cache's tokens in the class mlx-lm would have used, if it has one; other caches as they are."""
     if isinstance(leaf, UnusedCache):
         return leaf.stock()
     if not isinstance(leaf, PagedKVCache):
         return leaf
     retention = leaf._row.tables[leaf._layer.group].retention
+    spec = leaf._layer.spec
+    if not leaf.empty() and spec is not None and spec != spec.unpacked:
+        stored = leaf._session.read(leaf._layer, leaf._row)
+        return quantized_cache(spec, *stored, leaf.offset, retention.window, retention.keep)
     dense: Any
     if leaf._layer.chunk is not None:
         dense = mlx_cache.ChunkedKVCache(leaf._layer.chunk)
@@ -166,19 +171,17 @@ def _dense(leaf: Any) -> Any:
 def _held(leaf: Any, target: PagedKVCache, index: int, source: object) -> HeldTokens:
     """The tokens of an mlx-lm cache, as a paged layer takes them."""
     window, spec = target.window, target._layer.spec
-    if getattr(leaf, "keys", None) is not None and spec is not None and spec != LayerSpec.of(leaf.keys, leaf.values):
-        raise PromptCacheFileError(
-            source, f"layer {index} holds {LayerSpec.of(leaf.keys, leaf.values)}, the model writes {spec}"
-        )
+    if is_quantized(leaf):
+        return _held_quantized(leaf, target, index, source)
+    if getattr(leaf, "keys", None) is not None and spec is not None:
+        holds = LayerSpec.of(leaf.keys, leaf.values)
+        if holds != spec.unpacked:
+            raise PromptCacheFileError(source, f"layer {index} holds {holds}, the model writes {spec.unpacked}")
     if type(leaf) is mlx_cache.KVCache:
         if leaf.keys is None:
             return HeldTokens(0, [])
         keys, values = leaf.keys_and_values()
         return HeldTokens(0, [(leaf.offset, keys, values)])
-    if type(leaf) is mlx_cache.QuantizedKVCache:
-        raise PromptCacheFileError(
-            source, "holds quantized K/V (mlx-lm's --kv-bits), which pages can't take; load it with --kv-cache dense"
-        )
     if type(leaf) is mlx_cache.ChunkedKVCache and leaf.chunk_size == target._layer.chunk:
         if leaf.keys is None:
             return HeldTokens(0, [])
@@ -192,10 +195,42 @@ def _held(leaf: Any, target: PagedKVCache, index: int, source: object) -> HeldTo
     if leaf.keys is None:
         return HeldTokens(0, [])
     keys, values = leaf._temporal_order(leaf.keys), leaf._temporal_order(leaf.values)
-    count, keep = keys.shape[2], leaf.keep
-    if count >= leaf.offset:
-        return HeldTokens(0, [(leaf.offset, keys[:, :, : leaf.offset], values[:, :, : leaf.offset])])
-    spans = [(leaf.offset, keys[:, :, keep:], values[:, :, keep:])]
+    return _spans(keys, values, leaf.offset, leaf.keep)
+
+
+def _held_quantized(leaf: Any, target: PagedKVCache, index: int, source: object) -> HeldTokens:
+    """The tokens of a quantized cache: as they are for pages of the same format, dequantized for full precision."""
+    window, spec = target.window, target._layer.spec
+    if getattr(leaf, "max_size", None) != window:
+        raise PromptCacheFileError(
+            source,
+            f"layer {index} is quantized with a window of {getattr(leaf, 'max_size', None)}; "
+            f"the model's pages have a window of {window}",
+        )
+    if leaf.keys is None:
+        return HeldTokens(0, [])
+    assert spec is not None
+    holds, keys, values = stored_rows(leaf)
+    keep = getattr(leaf, "keep", 0)
+    if holds == spec:
+        return _spans(keys, values, leaf.offset, keep, stored=True)
+    if holds.unpacked != spec.unpacked:
+        raise PromptCacheFileError(source, f"layer {index} holds {holds.unpacked}, the model writes {spec.unpacked}")
+    if spec != spec.unpacked:
+        raise PromptCacheFileError(
+            source,
+            f"layer {index} holds {holds.storage()}, its pages hold {spec.storage()}: attach with the bits and "
+            f"group_size of the file, or with none",
+        )
+    return _spans(*holds.decode(keys, values), leaf.offset, keep)
+
+
+def _spans(keys: mx.array, values: mx.array, offset: int, keep: int, stored: bool = False) -> HeldTokens:
+    """Tokens in the order of their positions, the last one at ``offset`` - 1; after ``keep`` ones some may be gone."""
+    count = keys.shape[2]
+    if count >= offset:
+        return HeldTokens(0, [(offset, keys[:, :, :offset], values[:, :, :offset])], stored)
+    spans = [(offset, keys[:, :, keep:], values[:, :, keep:])]
     if keep:
         spans.insert(0, (keep, keys[:, :, :keep], values[:, :, :keep]))
-    return HeldTokens(leaf.offset - count + keep, spans)
+    return HeldTokens(offset - count + keep, spans, stored)

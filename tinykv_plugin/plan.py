@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from . import layout
+from .kv_format import KVFormat
 from .layer import PagedLayer
 from .protocols import AttachContext, AttentionBackend, LayerChoice, LayerPlan
 from .trace import TraceResult, trace
@@ -41,7 +43,8 @@ class CachePlan:
 
 
 def make_plan(context: AttachContext) -> CachePlan:
-    """Ask the adapter, trace the model, choose backends."""
+    """Ask the adapter, trace the model, choose backends. Raises ConfigError if its K/V can't be stored as asked."""
+    kv_format = KVFormat.of(context.config)
     own = context.own_cache()
     choices = list(context.adapter.choose(context.model, layout.leaves(own)))
     traced = trace(context.model, context.own_cache, choices, context.config.page_size)
@@ -63,16 +66,31 @@ def make_plan(context: AttachContext) -> CachePlan:
         name = "full" if choice.window is None else f"{choice.kind} {choice.window}"
         groups.setdefault(name, choice.window)
         reason = "; ".join(part for part in (choice.reason, seen.touched, *refused) if part)
-        layer = PagedLayer(index, choice, list(groups).index(name), not seen.touched, reason, seen.spec)
+        assert seen.spec is not None
+        spec = seen.spec.stored_as(kv_format)
+        layer = PagedLayer(index, choice, list(groups).index(name), not seen.touched, reason, spec)
         layer.backends = backends
         layers.append(layer)
-        lines[index] = layer.describe(seen.request)
+        request = seen.request and replace(seen.request, keys=spec.keys, values=spec.values)
+        lines[index] = layer.describe(request)
     stateful = [index for index, line in lines.items() if line.kind == "dense" and index not in unused]
     writer = _writer(backends, list(lines.values()))
     plan = CachePlan(layers, groups, _by_entry(own, lines), writer, stateful, unused)
+    config = context.config
+    log.info("%s: pages of %d tokens, written by %s", type(context.model).__name__, config.page_size, plan.writer.name)
     for line in plan.lines:
         log.info("layer %d: %s, %s by %s%s", line.layer, line.kind, line.attention, line.backend, _because(line.reason))
     return plan
+
+
+def check_format(context: AttachContext) -> None:
+    """Raise ConfigError if the K/V of some layer can't be stored as the settings ask."""
+    kv_format = KVFormat.of(context.config)
+    if kv_format.quantized:
+        choices = list(context.adapter.choose(context.model, layout.leaves(context.own_cache())))
+        for layer in trace(context.model, context.own_cache, choices, context.config.page_size).layers.values():
+            if layer.spec is not None:
+                layer.spec.stored_as(kv_format)
 
 
 def _because(reason: str) -> str:
@@ -102,5 +120,5 @@ def _by_entry(own: Sequence[Any], lines: dict[int, LayerPlan]) -> list[LayerPlan
         line = paged[0] if paged else lines[parts[0]]
         others = [lines[part] for part in parts if lines[part] is not line]
         reason = "; ".join(part for part in (line.reason, *(f"also {other.kind}" for other in others)) if part)
-        result.append(LayerPlan(number, line.kind, line.attention, line.backend, reason, line.window))
+        result.append(replace(line, layer=number, reason=reason))
     return result

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
+import weakref
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -11,41 +14,50 @@ from .allocator import PageAllocator
 from .errors import OutOfPagesError, PoolGrowthError
 from .hookspecs import PoolGrown
 from .journal import Journal
+from .kv_format import KVFormat
 from .pages import LayerPages
 from .protocols import AttentionBackend
 from .units import format_bytes
+
+if TYPE_CHECKING:
+    from .session import PagedSession
 
 log = logging.getLogger("tinykv")
 
 START_TOKENS = 256
 GROWTH = 1.5
+FULL_PRECISION = KVFormat()
 
 
 class Budget:
-    """Bytes that all pools of an attachment may take together."""
+    """Bytes that some pools may take together: those of an attachment, and of others that share its budget.
 
-    __slots__ = ("peak", "pools", "reserved", "total")
+    ``lock`` guards the bookkeeping of all of them. Pools are held weakly: what those of a dropped model took is free.
+    """
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self.pools = 0
-        self.reserved = 0
         self.peak = 0
+        self.lock = threading.RLock()
+        self.pools: weakref.WeakSet[PagePool] = weakref.WeakSet()
+        self.sessions: weakref.WeakSet[PagedSession] = weakref.WeakSet()
+
+    @property
+    def reserved(self) -> int:
+        """Bytes booked by all pools."""
+        return sum(pool.booked for pool in list(self.pools))
 
     @property
     def left(self) -> int:
+        """Bytes that may still be booked."""
         return self.total - self.reserved
-
-    def reserve(self, count: int) -> None:
-        """Book ``count`` bytes more (negative: fewer)."""
-        self.reserved += count
-        self.peak = max(self.peak, self.reserved)
 
 
 class PagePool:
     """The pages of the layers in one cache group: a page id means one page in every layer.
 
     ``layers`` may grow while the first forward pass meets new layers. ``limit`` is how many pages the budget allows.
+    ``kv_format`` is hashable: the same tokens' pages in another format are other pages.
     """
 
     def __init__(
@@ -57,16 +69,19 @@ class PagePool:
         budget: Budget,
         max_pages: int | None,
         emit: Callable[[str, object], None],
+        kv_format: KVFormat = FULL_PRECISION,
     ) -> None:
         self.name = name
+        self.kv_format = kv_format
         self.page_size = page_size
         self.layers: dict[int, LayerPages] = {}
         self.allocator = PageAllocator(journal)
         self.growths = 0
         self.peak_used = 0
         self._backend = backend
+        self.booked = 0
         self.budget = budget
-        budget.pools += 1
+        budget.pools.add(self)
         self.max_pages = max_pages
         self._emit = emit
 
@@ -74,6 +89,11 @@ class PagePool:
     def page_bytes(self) -> int:
         """Bytes of one page over all layers known so far."""
         return sum(pages.page_bytes for pages in self.layers.values())
+
+    @property
+    def model_token_bytes(self) -> int:
+        """Bytes a token's K/V would take in the model's own dtype, over all layers."""
+        return sum(pages.spec.model_token_bytes() for pages in self.layers.values())
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +120,12 @@ class PagePool:
         if self.allocator.capacity:
             self._resize_all({index: pages}, 0, self.allocator.capacity)
         self.layers[index] = pages
-        self.budget.reserve(more)
+        self.book(more)
+
+    def book(self, count: int) -> None:
+        """Take ``count`` bytes more of the budget (negative: fewer)."""
+        self.booked += count
+        self.budget.peak = max(self.budget.peak, self.budget.reserved)
 
     def allocate(self, count: int, promised: int = 0) -> list[int]:
         """``count`` pages, growing if needed. ``promised``: bytes of the budget that other pools will need at once.
@@ -121,7 +146,8 @@ class PagePool:
         if count:
             self._resize_all(self.layers, old, old - count)
             self.allocator.shrink(count)
-            self.budget.reserve(-count * self.page_bytes)
+            log.info("pool %r: %d pages, %d before: another pool needs the memory", self.name, old - count, old)
+            self.book(-count * self.page_bytes)
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         """Copy pages in every layer."""
@@ -133,13 +159,13 @@ class PagePool:
         allocator, old = self.allocator, self.allocator.capacity
         start = -(-START_TOKENS // self.page_size)
         left = self.budget.left - promised - (wanted - old) * self.page_bytes
-        share = max(0, left) // (max(1, self.page_bytes) * self.budget.pools)
+        share = max(0, left) // (max(1, self.page_bytes) * len(self.budget.pools))
         new = max(wanted, min(wanted + share, max(start, int(old * GROWTH))))
         if self.max_pages is not None:
             new = min(new, self.max_pages)
         self._resize_all(self.layers, old, new)
         allocator.resize(new)
-        self.budget.reserve((new - old) * self.page_bytes)
+        self.book((new - old) * self.page_bytes)
         self.growths += 1
         log.info("pool %r: %d pages, %d before (%s reserved)", self.name, new, old, format_bytes(self.nbytes))
         self._emit("tinykv_pool_grown", PoolGrown(self.name, old, new, self.nbytes))
@@ -191,6 +217,9 @@ def find_room(pools: Sequence[PagePool], needed: Sequence[int], last_try: bool) 
         missing.append(max(0, count - allocator.free) * pool.page_bytes)
         if count < allocator.free:
             spare += min(allocator.unused_end(), allocator.free - count) * pool.page_bytes
+    for other in [*pools[0].budget.pools]:
+        if other not in pools:  # of another model that shares the budget
+            spare += other.allocator.unused_end() * other.page_bytes
     if sum(missing) <= room:
         return True
     if sum(missing) <= room + spare and not last_try:

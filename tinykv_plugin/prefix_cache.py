@@ -264,8 +264,18 @@ class PrefixCache:
             except (OutOfPagesError, PoolGrowthError) as error:
                 short = max(1, error.needed - error.free) if isinstance(error, OutOfPagesError) else 1
                 evictable = max((pool.allocator.cached_only for pool in self._session.pools), default=0)
-                if short > evictable or not self.index.evict(short):
+                if (short > evictable or not self.index.evict(short)) and not self._others_give(short):
                     raise
+
+    def _others_give(self, count: int) -> bool:
+        """Evict stored prompts of other models that share the budget; False if none were."""
+        own = self._session
+        for session in [*own.budget.sessions]:
+            if session is not own and session.prefix.index.evict(count):
+                for pool in session.pools:
+                    pool.give_back()
+                return True
+        return False
 
     def evict(self, count: int) -> int:
         """Free ``count`` pages that nobody else holds, or what there is; returns how many."""

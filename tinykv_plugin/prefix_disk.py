@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from .metadata import PagedKVMetadata
-from .pages import LayerSpec
 from .pool import allocate_each, find_room
 from .prefix_cut import Cut
 from .prefix_store import PrefixStore, StoredPage
@@ -129,7 +128,9 @@ class PrefixDisk:
                 continue
             if keys.ndim != 4 or values.ndim != 4 or keys.shape[2] != self._session.page_size:
                 return False
-            if layer.spec is not None and LayerSpec.of(keys, values) != layer.spec:
+            if layer.spec is not None and [(side.shape[1], side.shape[3], side.dtype) for side in (keys, values)] != [
+                (layer.spec.kv_heads, *stored) for stored in layer.spec.stored
+            ]:
                 return False
         return True
 
@@ -149,7 +150,7 @@ class PrefixDisk:
                         mx.concatenate([files[logical][f"{layer.index}.{side}"] for logical in run], axis=2)
                         for side in ("keys", "values")
                     )
-                    session.writer.write(PagedKVMetadata(session.pages_for(layer, keys, values), step), keys, values)
+                    session.writer.write(PagedKVMetadata(session.pages_of(layer), step), keys, values)
 
     def states(self, cut: Cut) -> Iterator[tuple[int, dict[int, Any]]]:
         """What layers without pages held at earlier places in the stored pages of ``cut``, by the tokens before them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from .prefix_tree import TOKEN_BYTES, PrefixNode, PrefixTree, token_bytes
 if TYPE_CHECKING:
     from .sequence import PagedSequence
     from .session import PagedSession
+
+log = logging.getLogger("tinykv")
 
 # Caches of layers that have no pages, by their place among the leaves.
 States = Mapping[int, Any]
@@ -95,6 +98,12 @@ class PrefixIndex:
 
     def evict(self, count: int) -> int:
         """Free ``count`` pages that nobody else holds, or what there is; returns how many."""
+        freed = self._evict(count)
+        if freed:
+            log.info("%d cached pages evicted", freed)
+        return freed
+
+    def _evict(self, count: int) -> int:
         freed = 0
         while freed < count and any(pool.allocator.cached_only for pool in self._session.pools):
             found, used = None, []

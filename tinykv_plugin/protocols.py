@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from .config import KVCacheConfig
+    from .kv_format import Affine
     from .metadata import PagedKVMetadata, PagedMask
     from .pages import LayerPages
     from .stats import PoolStats
@@ -36,6 +37,8 @@ class LayerChoice:
 class LayerPlan:
     """One line of ``kv.plan``: how one layer's K/V are kept and read.
 
+    ``storage`` says what an element takes in the pages ("" where there are none).
+
     ``attention``: "direct" (the backend reads pages), "gather" (pages are copied together first), "dense" (mlx-lm's
     own cache). ``backend`` is the backend's name, ``reason`` why nothing faster serves.
     """
@@ -46,6 +49,7 @@ class LayerPlan:
     backend: str
     reason: str
     window: int | None = None
+    storage: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,11 @@ class AttentionRequest:
     """What one attention call needs; a backend answers in :meth:`AttentionBackend.supports`.
 
     ``query_len`` is the number of query tokens per row (the longest); ``keep`` the number of first tokens that a
-    window doesn't drop (``max_kv_size``). The last two are asked only of backends that name them in their attribute
-    ``features``: ``softcap``, scores are ``softcap * tanh(scores / softcap)`` before the softmax (``attend`` gets it
-    as a keyword argument); ``chunk``, a query sees its own chunk of that many positions only (as its mask says).
+    window doesn't drop (``max_kv_size``). ``keys`` and ``values`` say how the pages pack them (None: they hold
+    ``dtype``); only backends with an attribute ``reads_quantized`` that is true are asked about packed ones. The last
+    two are asked only of backends that name them in their attribute ``features``: ``softcap``, scores are
+    ``softcap * tanh(scores / softcap)`` before the softmax (``attend`` gets it as a keyword argument); ``chunk``, a
+    query sees its own chunk of that many positions only (as its mask says).
     """
 
     query_heads: int
@@ -69,6 +75,8 @@ class AttentionRequest:
     window: int | None
     keep: int
     sinks: bool
+    keys: Affine | None = None
+    values: Affine | None = None
     softcap: float | None = None
     chunk: int | None = None
 
@@ -104,7 +112,7 @@ class AttentionBackend(Protocol):
         ...
 
     def write(self, metadata: PagedKVMetadata, keys: mx.array, values: mx.array) -> None:
-        """Put new tokens, ``(batch, kv_heads, tokens, head_dim)``, into the slots of ``metadata``.
+        """Put new tokens, ``(batch, kv_heads, tokens, elements)`` as the pages store them, into ``metadata``'s slots.
 
         Modifies ``metadata.pages``. Tokens with slot -1 are skipped.
         """
@@ -143,6 +151,10 @@ class TriedBackend(AttentionBackend, Protocol):
 @runtime_checkable
 class GatheringBackend(AttentionBackend, Protocol):
     """The backend of last resort: supports every request, and copies pages together for models that need arrays."""
+
+    def stored(self, metadata: PagedKVMetadata) -> tuple[mx.array, mx.array]:
+        """As :meth:`dense`, but ``(batch, kv_heads, columns, elements)`` as the pages store them."""
+        ...
 
     def dense(self, metadata: PagedKVMetadata) -> tuple[mx.array, mx.array]:
         """K and V ``(batch, kv_heads, columns, head_dim)`` of what the step's queries may see.
@@ -197,13 +209,17 @@ class CacheSession(Protocol):
     """The caches of one attached model."""
 
     @property
-    def plan(self) -> Sequence[LayerPlan]: ...
+    def plan(self) -> Sequence[LayerPlan]:
+        """How each entry of the model's cache list is kept."""
+        ...
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
         """A new request's caches, one per entry of the model's own list. ``max_kv_size`` as in mlx-lm."""
         ...
 
-    def stats(self) -> PoolStats: ...
+    def stats(self) -> PoolStats:
+        """Pages and bytes right now."""
+        ...
 
     def check(self) -> None:
         """Raise :class:`~tinykv_plugin.errors.InvariantError` at the first broken invariant."""
@@ -220,7 +236,8 @@ class AttachContext:
 
     ``own_cache()`` makes the caches the model would have without the plugin. ``backends`` are in order of
     preference; the last one, ``gather``, serves everything. ``emit`` sends a notification hook by name, e.g.
-    ``emit("tinykv_pool_grown", event)``.
+    ``emit("tinykv_pool_grown", event)``. ``shares_budget_of`` is the session of the model whose ``memory`` this one
+    takes its pages from too (a draft model's target).
     """
 
     model: Any
@@ -230,11 +247,16 @@ class AttachContext:
     gather: GatheringBackend
     own_cache: Callable[[], list[Any]]
     emit: Callable[[str, object], None]
+    shares_budget_of: CacheSession | None = None
 
 
 @runtime_checkable
 class CacheProvider(Protocol):
-    """Makes caches for models; chosen by name with the setting ``cache``."""
+    """Makes caches for models; chosen by name with the setting ``cache``.
+
+    A provider may also have a method ``check(context)``, called when a model is attached, that raises ConfigError for
+    settings that it can't serve with this model.
+    """
 
     name: str
 

@@ -30,7 +30,7 @@ def reserve(
     copies = _reserve(pools, journal, rows, query_lens, commit, last_try=False)
     if copies is None:
         # Page ids that were given up can't be rolled back, so it is done between two tries.
-        for pool in pools:
+        for pool in [*pools[0].budget.pools]:
             pool.give_back()
         copies = _reserve(pools, journal, rows, query_lens, commit, last_try=True)
         assert copies is not None

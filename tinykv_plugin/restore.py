@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeldTokens:
-    """What one layer has of a saved sequence: spans of K and V ``(1, kv_heads, tokens, head_dim)`` by their end.
+    """What one layer has of a saved sequence: spans of K and V ``(1, kv_heads, tokens, …)`` by their end.
 
-    ``first`` is the oldest position of the last span; earlier spans are tokens a size limit keeps.
+    K and V are as the model made them or, ``stored``, as the pages hold them. ``first`` is the oldest position of the
+    last span; earlier spans are tokens a size limit keeps.
     """
 
     first: int
     spans: Sequence[tuple[int, mx.array, mx.array]]
+    stored: bool = False
 
 
 def fill(session: PagedSession, row: PagedSequence, tokens: int, held: Mapping[int, HeldTokens]) -> None:
@@ -40,7 +42,7 @@ def fill(session: PagedSession, row: PagedSequence, tokens: int, held: Mapping[i
     ]
     needed = [table.pages_from(floor, tokens) for table, floor in zip(row.tables, floors, strict=True)]
     if not session.prefix.with_room(lambda: find_room(session.pools, needed, last_try=False)):
-        for pool in session.pools:
+        for pool in [*session.budget.pools]:
             pool.give_back()
     savepoint = session.journal.savepoint()
     try:
@@ -50,8 +52,12 @@ def fill(session: PagedSession, row: PagedSequence, tokens: int, held: Mapping[i
             for stop, keys, values in held[layer.index].spans:
                 count = keys.shape[2]
                 step = GroupStep([row.tables[layer.group]], [stop], [count], count)
-                layer_pages = session.pages_for(layer, keys, values)
-                session.writer.write(PagedKVMetadata(layer_pages, step), keys, values)
+                if held[layer.index].stored:
+                    target = session.pages_of(layer)
+                else:
+                    target = session.pages_for(layer, keys, values)
+                    keys, values = target.spec.encode(keys, values)
+                session.writer.write(PagedKVMetadata(target, step), keys, values)
     except BaseException:
         session.journal.rollback(savepoint)
         raise

@@ -34,6 +34,7 @@ class PagedSequence:
         "session",
         "slots",
         "step",
+        "stepwise",
         "tables",
         "tokens",
         "trims",
@@ -51,6 +52,8 @@ class PagedSequence:
         self.version = 0
         # Slots of its own pages, in every group, that the next tokens can go to without asking for pages.
         self.slots = 0
+        # Passes of several tokens are drafts to be verified: each reads what it would read alone.
+        self.stepwise = False
         self.batch: object = None  # the RunningBatch it was last in
         self._forks: list[tuple[str, weakref.ref[PagedSequence]]] = []
         self._forked_at = -1

@@ -19,6 +19,7 @@ from .distributed import alike, is_divided, smallest, world
 from .errors import CacheStateError, ConfigError
 from .hookspecs import RequestFreed
 from .journal import Journal
+from .kv_format import KVFormat
 from .layer import PagedLayer
 from .layout import replace_leaves
 from .metadata import PagedKVMetadata, int32
@@ -55,10 +56,11 @@ class RunningBatch:
 class PagedSession:
     """What the paged provider opens. Bookkeeping is guarded by ``lock``; caches call in with it held."""
 
-    def __init__(self, context: AttachContext, plan: CachePlan, budget_bytes: int) -> None:
-        self.lock = threading.RLock()
+    def __init__(self, context: AttachContext, plan: CachePlan, budget: Budget) -> None:
+        self.lock = budget.lock
         self.journal = Journal()
-        self.budget = Budget(budget_bytes)
+        self.budget = budget
+        budget.sessions.add(self)
         self.layers = plan.layers
         self.sequences: weakref.WeakSet[PagedSequence] = weakref.WeakSet()
         # Tables of requests that are gone, put here by their finalizer; see collect_abandoned().
@@ -73,13 +75,23 @@ class PagedSession:
         self.gather = context.gather
         self._context = context
         self._plan = plan
+        self.kv_format = KVFormat.of(context.config)
         self.emit = context.emit
         self._thread = threading.get_ident()
         self._batches: deque[RunningBatch] = deque(maxlen=RUNNING_BATCHES)
         self._offsets: tuple[list[int], mx.array] | None = None
         config = context.config
         self.pools = [
-            PagePool(name, config.page_size, plan.writer, self.journal, self.budget, config.max_pages, context.emit)
+            PagePool(
+                name,
+                config.page_size,
+                plan.writer,
+                self.journal,
+                self.budget,
+                config.max_pages,
+                context.emit,
+                self.kv_format,
+            )
             for name in plan.groups
         ]
         for layer in self.layers:
@@ -90,7 +102,7 @@ class PagedSession:
         if config.prefix_dir is not None and config.prefix_cache:
             disk = PrefixDisk(self, PrefixStore(config.prefix_dir, config.prefix_disk_bytes))
         self.prefix = PrefixCache(
-            self, context.model, config.prefix_cache, int(config.prefix_states * budget_bytes), disk
+            self, context.model, config.prefix_cache, int(config.prefix_states * budget.total), disk
         )
 
     def agree(self) -> None:
@@ -117,6 +129,7 @@ class PagedSession:
 
     @property
     def plan(self) -> Sequence[LayerPlan]:
+        """One line per entry of the model's cache list."""
         return self._plan.lines
 
     @property
@@ -137,7 +150,8 @@ class PagedSession:
     @property
     def page_format(self) -> str:
         """What pages of other sessions must have in common with this one's to hold the same bytes."""
-        return f"{__version__} {self.page_size} {[(layer.index, layer.group) for layer in self.layers]}"
+        groups = [(layer.index, layer.group) for layer in self.layers]
+        return f"{__version__} {self.page_size} {self.kv_format} {groups}"
 
     @property
     def stateful(self) -> Sequence[int]:
@@ -153,7 +167,15 @@ class PagedSession:
     def groups(self) -> Sequence[GroupInfo]:
         """The cache groups: which layers share page ids, what a page of theirs takes, how many the budget allows."""
         return [
-            GroupInfo(pool.name, tuple(pool.layers), window, pool.page_bytes, pool.page_size, pool.limit)
+            GroupInfo(
+                pool.name,
+                tuple(pool.layers),
+                window,
+                pool.page_bytes,
+                pool.page_size,
+                pool.limit,
+                pool.model_token_bytes,
+            )
             for pool, window in zip(self.pools, self._plan.groups.values(), strict=True)
         ]
 
@@ -230,6 +252,7 @@ class PagedSession:
             tables = [row.tables[group] for row in rows]
             block_table.update(tables, changed)
             groups.append(GroupStep(tables, context_lens, query_lens, width, block_table))
+            groups[-1].stepwise = rows[0].stepwise
         step = Step(refs, width, rows[0].layers, groups)
         for row, count in zip(rows, query_lens, strict=True):
             row.step = step
@@ -245,6 +268,7 @@ class PagedSession:
             if threading.get_ident() != self._thread:
                 self.enter()  # another thread was here since the step began
             metadata = PagedKVMetadata(self.pages_for(layer, keys, values), step.groups[layer.group])
+            keys, values = metadata.pages.spec.encode(keys, values)
             self.writer.write(metadata, metadata.pages.before_write(keys), values)
         except BaseException:
             if not step.done:
@@ -261,23 +285,30 @@ class PagedSession:
         return self._offsets[1]
 
     def read(self, layer: PagedLayer, row: PagedSequence) -> tuple[mx.array, mx.array]:
-        """Copies of a layer's tokens, ``(1, kv_heads, tokens, head_dim)``; with a window the newest ones."""
-        if layer.pages is None:
-            raise CacheStateError("an empty cache has no keys and values")
+        """Copies of a layer's tokens as they are stored, ``(1, kv_heads, tokens, elements)``; with a window the newest.
+
+        Raises CacheStateError if the layer has no pages yet.
+        """
+        pages = self.pages_of(layer)
         tokens = row.offset(layer.bit)
         if not tokens:
-            (_, *key_shape), (_, *value_shape) = layer.pages.shape(1)
+            (_, *key_shape), (_, *value_shape) = pages.shape(1)
             key_shape[1] = value_shape[1] = 0
-            return mx.zeros((1, *key_shape), layer.pages.spec.dtype), mx.zeros(
-                (1, *value_shape), layer.pages.spec.value_dtype
-            )
+            key_dtype, value_dtype = pages.dtypes
+            return mx.zeros((1, *key_shape), key_dtype), mx.zeros((1, *value_shape), value_dtype)
         step = GroupStep([row.tables[layer.group]], [tokens], [1], 1)
-        before = layer.pages.last_read
+        before = pages.last_read
         # By an index: a view would be a holder of the pool's array, which the next write would have to copy.
-        keys, values = (side[int32([0])] for side in self.gather.dense(PagedKVMetadata(layer.pages, step)))
+        keys, values = (side[int32([0])] for side in self.gather.stored(PagedKVMetadata(pages, step)))
         mx.eval(keys, values)
-        layer.pages.last_read = before  # this read is over
+        pages.last_read = before  # this read is over
         return keys, values
+
+    def pages_of(self, layer: PagedLayer) -> LayerPages:
+        """The pages of ``layer``. Raises CacheStateError if nothing was ever written to it."""
+        if layer.pages is None:
+            raise CacheStateError("an empty cache has no keys and values")
+        return layer.pages
 
     def collect_abandoned(self) -> None:
         """Free the pages of requests whose caches are gone."""
@@ -305,16 +336,19 @@ class PagedSession:
             self.collect_abandoned()
 
     def stats(self) -> PoolStats:
+        """Pages and bytes right now; may be asked from any thread."""
         with self.lock:
             self._settle()
             return collect(self)
 
     def check(self) -> None:
+        """Raise InvariantError at the first broken invariant."""
         with self.lock:
             self._settle()
             audit(self)
 
     def close(self) -> None:
+        """Refuse further use of the caches."""
         self.prefix.close()
         self.closed = True
 
@@ -351,7 +385,7 @@ class PagedSession:
         """
         if layer.pages is not None and _fits(layer.pages.spec, keys, values):
             return layer.pages
-        spec = LayerSpec.of(keys, values)
+        spec = LayerSpec.of(keys, values).stored_as(self.kv_format)
         pool = self.pools[layer.group]
         if layer.pages is not None:
             if any(row.tokens for row in self.live_sequences()) or self.abandoned:
@@ -359,7 +393,7 @@ class PagedSession:
                     f"layer {layer.index} writes {spec}, its pages hold {layer.pages.spec}; after changing a model's "
                     f"dtype or shapes drop its prompt caches, or detach and attach again"
                 )
-            self.budget.reserve(-layer.pages.nbytes)
+            pool.book(-layer.pages.nbytes)
             del pool.layers[layer.index]
         layer.spec = spec
         layer.pages = None
@@ -395,7 +429,10 @@ class PagedSession:
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """A cache group. ``page_bytes`` is one page over all of its ``layers``; ``page_limit`` what the budget allows."""
+    """A cache group. ``page_bytes`` is one page over all of its ``layers``; ``page_limit`` what the budget allows.
+
+    ``model_token_bytes`` is what a token's K/V would take in the model's own dtype.
+    """
 
     name: str
     layers: tuple[int, ...]
@@ -403,6 +440,7 @@ class GroupInfo:
     page_bytes: int
     page_size: int
     page_limit: int
+    model_token_bytes: int
 
 
 def _fits(spec: LayerSpec, keys: mx.array, values: mx.array) -> bool:

@@ -16,7 +16,8 @@ class PoolStats:
 
     ``pages_total`` is what the budget allows, ``pages_used`` what requests hold, ``pages_cached`` what only the prefix
     cache holds, ``pages_free`` the rest; ``pages_shared`` are held by more than one request. ``bytes_reserved`` is the
-    size of the arrays, ``bytes_used`` the part of it in used pages. ``tokens`` counts each request's tokens,
+    size of the arrays, ``bytes_used`` the part of it in used pages, ``bytes_per_token`` what a token takes over all
+    layers. ``tokens`` counts each request's tokens,
     ``slots_filled`` the page slots that hold one (shared ones once), of ``slots_used``; ``freed_slots`` and
     ``freed_filled`` add those of requests that have ended, as they were at their end. The rest are counts since attach:
     ``growths`` of pools, ``cow_copies`` of pages on write, ``evictions`` of cached pages, tokens of prompts that were
@@ -32,6 +33,7 @@ class PoolStats:
     bytes_total: int = 0
     bytes_reserved: int = 0
     bytes_used: int = 0
+    bytes_per_token: int = 0
     sequences: int = 0
     tokens: int = 0
     slots_used: int = 0
@@ -90,6 +92,7 @@ def collect(session: PagedSession) -> PoolStats:
         bytes_total=session.budget.total,
         bytes_reserved=session.budget.reserved,
         bytes_used=bytes_used,
+        bytes_per_token=sum(pool.page_bytes // pool.page_size for pool in session.pools),
         sequences=len(rows),
         tokens=sum(row.tokens for row in rows),
         slots_used=slots_used,

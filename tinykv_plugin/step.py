@@ -35,6 +35,7 @@ class GroupStep:
         "keep",
         "page_size",
         "query_lens",
+        "stepwise",
         "tables",
         "width",
         "window",
@@ -57,6 +58,8 @@ class GroupStep:
         self.keep = tables[0].retention.keep
         # One row, without padding.
         self.alone = len(tables) == 1 and query_lens[0] == width
+        # Whether the tokens read as if they came one by one (drafts), where a size limit keeps the first tokens.
+        self.stepwise = False
         self._table = table
         self._arrays: dict[object, Any] = {}
 
@@ -81,9 +84,11 @@ class GroupStep:
         return self._rows().host
 
     def context_lens_array(self) -> mx.array:
+        """``context_lens`` as int32 ``(rows,)``."""
         return self.cached("context_lens", lambda: int32(self.context_lens))
 
     def query_lens_array(self) -> mx.array:
+        """``query_lens`` as int32 ``(rows,)``."""
         return self.cached("query_lens", lambda: int32(self.query_lens))
 
     def slot_mapping(self) -> mx.array:

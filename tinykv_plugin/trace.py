@@ -107,7 +107,7 @@ class TraceCache:
             self._blame.masked = self.layer
         choice = self.layer.choice
         chunk = choice.window if choice.kind == "chunked" else None
-        return sequence_mask(N, self.offset, choice.window, handles, return_array, window_size, chunk)
+        return sequence_mask(N, self.offset, choice.window, handles, return_array, window_size, chunk=chunk)
 
     def size(self) -> int:
         return self.offset

@@ -22,29 +22,37 @@ class UnusedCache:
 
     @property
     def state(self) -> list[Any]:
+        """Nothing."""
         return []
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> NoReturn:
+        """Not possible. Raises CacheStateError."""
         raise CacheStateError("the model writes a cache that it didn't use when the plan was made; attach it again")
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
+        """As an empty cache of mlx-lm's answers."""
         mask: mx.array | str | None = create_attention_mask(N, 0, return_array, window_size)
         return mask
 
     def is_trimmable(self) -> bool:
+        """Always."""
         return True
 
     def trim(self, n: int) -> int:
+        """As if there were ``n`` tokens to take."""
         return n
 
     def size(self) -> int:
+        """0."""
         return 0
 
     def empty(self) -> bool:
+        """Always."""
         return True
 
     @classmethod
     def merge(cls, caches: Sequence[UnusedCache]) -> UnusedCache:
+        """One for all."""
         return cls()
 
     def extend(self, other: UnusedCache) -> None:
@@ -54,6 +62,7 @@ class UnusedCache:
         """Nothing to drop."""
 
     def extract(self, idx: int) -> UnusedCache:
+        """One of its own."""
         return UnusedCache()
 
     def prepare(self, **lengths: Any) -> None:

@@ -24,9 +24,11 @@ class BlockSelectionAdapter(GeneralAdapter):
     name = "block-selection"
 
     def matches(self, model: Any) -> bool:
+        """Whether ``model`` is a minimax_m3_vl."""
         return model_file(model) == "minimax_m3_vl"
 
     def replacements(self, model: Any) -> Sequence[Replacement]:
+        """The function that picks blocks."""
         return [Replacement(sys.modules[type(model).__module__].Attention, "_block_mask", _block_mask)]
 
 

@@ -26,9 +26,11 @@ class BlockSparseAdapter(GeneralAdapter):
     name = "block-sparse"
 
     def matches(self, model: Any) -> bool:
+        """Whether ``model`` is a phi3small."""
         return model_file(model) == "phi3small"
 
     def replacements(self, model: Any) -> Sequence[Replacement]:
+        """The attention layers' call."""
         return [Replacement(sys.modules[type(model).__module__].Attention, "__call__", _attention)]
 
 

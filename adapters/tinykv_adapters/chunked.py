@@ -25,15 +25,18 @@ class ChunkedAdapter(GeneralAdapter):
     name = "chunked"
 
     def matches(self, model: Any) -> bool:
+        """Whether ``model`` is a llama4."""
         return model_file(model) == "llama4"
 
     def choose(self, model: Any, own: Sequence[Any]) -> Sequence[LayerChoice]:
+        """Chunked pages for the chunked layers; the others as the general adapter has them."""
         return [
             LayerChoice("chunked", window=cache.chunk_size) if type(cache) is ChunkedKVCache else general_choice(cache)
             for cache in own
         ]
 
     def replacements(self, model: Any) -> Sequence[Replacement]:
+        """The model's call, which makes the masks, and that of its attention layers."""
         code = sys.modules[type(model).__module__]
         return [Replacement(code.LlamaModel, "__call__", _model), Replacement(code.Attention, "__call__", _attention)]
 

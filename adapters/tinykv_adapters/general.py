@@ -27,14 +27,17 @@ class GeneralAdapter:
     name = "general"
 
     def matches(self, model: Any) -> bool:
+        """Whether ``model`` has caches at all."""
         return callable(model) and (hasattr(model, "make_cache") or hasattr(model, "layers"))
 
     def attention_modules(self, model: Any) -> Sequence[ModuleType]:
+        """The modules of the model's class and of its layers that have an attention function."""
         names = {type(part).__module__ for part in (model, *model.modules())}
         found = [sys.modules[name] for name in sorted(names) if name in sys.modules]
         return [module for module in found if hasattr(module, ATTENTION) and module.__name__ != "mlx_lm.models.base"]
 
     def choose(self, model: Any, own: Sequence[Any]) -> Sequence[LayerChoice]:
+        """Full pages for plain caches, window pages for rotating ones, others as they are."""
         return [general_choice(cache) for cache in own]
 
 

@@ -21,9 +21,11 @@ class OwnAttentionAdapter(GeneralAdapter):
     name = "own-attention"
 
     def matches(self, model: Any) -> bool:
+        """Whether ``model`` is a gemma2, plamo or plamo2."""
         return model_file(model) in _ATTENTION
 
     def replacements(self, model: Any) -> Sequence[Replacement]:
+        """The attention layers' call."""
         return [Replacement(sys.modules[type(model).__module__].Attention, "__call__", _ATTENTION[model_file(model)])]
 
 

@@ -21,9 +21,11 @@ class PositionsAdapter(GeneralAdapter):
     name = "positions"
 
     def matches(self, model: Any) -> bool:
+        """Whether ``model`` is a gpt_bigcode."""
         return model_file(model) == "gpt_bigcode"
 
     def replacements(self, model: Any) -> Sequence[Replacement]:
+        """The model's call, which looks positions up."""
         return [Replacement(sys.modules[type(model).__module__].GPTBigCodeModel, "__call__", _model)]
 
 

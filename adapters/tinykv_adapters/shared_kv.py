@@ -21,9 +21,11 @@ class SharedKVAdapter(GeneralAdapter):
     name = "shared-kv"
 
     def matches(self, model: Any) -> bool:
+        """Whether ``model`` is an afm7 or gemma3n."""
         return model_file(model) in ("afm7", "gemma3n")
 
     def replacements(self, model: Any) -> Sequence[Replacement]:
+        """The call of the layers that share, or of what runs them."""
         code = sys.modules[type(model).__module__]
         if model_file(model) == "afm7":
             return [Replacement(code.AFMModel, "__call__", _afm_model)]

@@ -22,9 +22,11 @@ class WiderWindowAdapter(GeneralAdapter):
     name = "wider-window"
 
     def matches(self, model: Any) -> bool:
+        """Whether ``model`` is a plamo3."""
         return model_file(model) == "plamo3"
 
     def choose(self, model: Any, own: Sequence[Any]) -> Sequence[LayerChoice]:
+        """Windows of one token more than the model's own caches."""
         return [
             LayerChoice("window", window=cache.max_size + 1)
             if type(cache) is RotatingKVCache

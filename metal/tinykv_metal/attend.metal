@@ -57,8 +57,8 @@ for (int first = begin + simdgroup * TOKENS; first < end; first += SIMDGROUPS * 
     continue;
   }
   const int page = block_table[row * max_pages + first / PAGE];
-  const int64_t key = token_offset<PAGE>(page, kv_head, first % PAGE, kv_heads, K_DIM);
-  const int64_t value = token_offset<PAGE>(page, kv_head, first % PAGE, kv_heads, V_DIM);
+  const int64_t key = token_offset<PAGE>(page, kv_head, first % PAGE, kv_heads, K_ROW);
+  const int64_t value = token_offset<PAGE>(page, kv_head, first % PAGE, kv_heads, V_ROW);
 
   float score[PASS * TOKENS];
   UNROLL for (int u = 0; u < TOKENS; u++) {
@@ -66,7 +66,7 @@ for (int first = begin + simdgroup * TOKENS; first < end; first += SIMDGROUPS * 
     const bool held = position < end && (position >= low || position < keep);
     float k[K_SIZE];
     if (held) {
-      load_token<K_DIM>(key_pages + key + u * K_DIM, lane, k);
+      Row<K_DIM, K_BITS, K_GROUP, K_SCALE>::load(key_pages + key + u * K_ROW, lane, k);
     }
     UNROLL for (int v = 0; v < PASS; v++) {
       float s = -INFINITY;
@@ -127,7 +127,7 @@ for (int first = begin + simdgroup * TOKENS; first < end; first += SIMDGROUPS * 
     const int position = first + u;
     if (position < end && (position >= low || position < keep)) {
       float x[V_SIZE];
-      load_token<V_DIM>(value_pages + value + u * V_DIM, lane, x);
+      Row<V_DIM, V_BITS, V_GROUP, V_SCALE>::load(value_pages + value + u * V_ROW, lane, x);
       UNROLL for (int v = 0; v < PASS; v++) {
         UNROLL for (int i = 0; i < V_SIZE; i++) {
           o[v * V_SIZE + i] += score[v * TOKENS + u] * x[i];

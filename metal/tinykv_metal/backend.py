@@ -28,6 +28,7 @@ class MetalBackend:
     direct = True
     priority = 10
     features = frozenset({"softcap", "keys_only"})
+    reads_quantized = True
 
     @functools.cached_property
     def kernels(self) -> Kernels:
@@ -62,15 +63,16 @@ class MetalBackend:
             return
         mx.eval([token for token in (pages.written, pages.last_read) if token is not None])
         key_shape, value_shape = pages.shape(num_pages)
-        keys = _resized(pages.keys, key_shape, pages.spec.dtype)
-        values = _resized(pages.values, value_shape, pages.spec.value_dtype)
+        key_dtype, value_dtype = pages.dtypes
+        keys = _resized(pages.keys, key_shape, key_dtype)
+        values = _resized(pages.values, value_shape, value_dtype)
         mx.eval(keys, values)
         pages.keys, pages.values = keys, values
         pages.last_read = None
         pages.copy_out = self._copy_out
 
     def write(self, metadata: PagedKVMetadata, keys: mx.array, values: mx.array) -> None:
-        """Put new tokens, ``(batch, kv_heads, tokens, head_dim)``, into the slots of ``metadata``, after all reads."""
+        """Put new tokens, as the pages store them, into the slots of ``metadata``, after all reads."""
         self._changed(metadata.pages, self.kernels.write(metadata.pages, metadata.slot_mapping, keys, values))
 
     def copy_pages(self, pages: LayerPages, sources: Sequence[int], targets: Sequence[int]) -> None:

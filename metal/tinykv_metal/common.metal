@@ -47,7 +47,8 @@ struct Run<T, 1> {
   static METAL_FUNC void load(const device T* from, thread float* to) { to[0] = float(from[0]); }
 };
 
-// The loader: this lane's share of one token's K or V. Everything that reads pages for attention goes through it.
+// The loader: this lane's share of one token's K or V. Everything that reads pages for attention goes through it, or
+// through Row below, which also reads quantized ones.
 template <int D, typename T>
 METAL_FUNC void load_token(const device T* token, int lane, thread float* to) {
   constexpr int run = lane_run<D>();
@@ -60,6 +61,36 @@ METAL_FUNC void load_token(const device T* token, int lane, thread float* to) {
     }
   }
 }
+
+// A token's row in a pool. Packed: D elements of BITS bits, least significant first, then a scale for each GROUP of
+// them, then as many biases, both of type S.
+template <int D, int BITS, int GROUP, typename S>
+struct Row {
+  static METAL_FUNC void load(const device uint* row, int lane, thread float* to) {
+    const device S* scales = (const device S*)(row + D * BITS / 32);
+    UNROLL for (int i = 0; i < lane_size<D>(); i += lane_run<D>()) {
+      const int dim = lane_dim<D>(i, lane);
+      const float scale = float(scales[dim / GROUP]);
+      const float bias = float(scales[D / GROUP + dim / GROUP]);
+      UNROLL for (int j = 0; j < lane_run<D>(); j++) {
+        const int bit = (dim + j) * BITS;
+        uint element = row[bit / 32] >> (bit % 32);
+        if (32 % BITS != 0 && bit % 32 + BITS > 32) {
+          element |= row[bit / 32 + 1] << (32 - bit % 32);
+        }
+        to[i + j] = scale * float(element & ((1u << BITS) - 1u)) + bias;
+      }
+    }
+  }
+};
+
+template <int D, int GROUP, typename S>
+struct Row<D, 0, GROUP, S> {
+  template <typename T>
+  static METAL_FUNC void load(const device T* row, int lane, thread float* to) {
+    load_token<D>(row, lane, to);
+  }
+};
 
 // What a maximum of `from` is worth under the maximum `to`; a part that saw no token counts for nothing.
 METAL_FUNC float softmax_factor(float from, float to) {

@@ -16,6 +16,7 @@ from .kernel import Kernel, Template, source
 from .variant import PART, THREADS, variant_of
 
 if TYPE_CHECKING:
+    from tinykv_plugin.kv_format import Affine
     from tinykv_plugin.metadata import PagedKVMetadata, PagedMask
     from tinykv_plugin.pages import LayerPages
 
@@ -130,7 +131,11 @@ class Kernels:
         out, stats, token = self._attend(
             queries, key_pages, value_pages, self._table(metadata), rows, extent, self._number_array(scale, softcap),
             self._absent if array is None else array, sinks_or_none, *self._after(pages),
-            template=[("T", queries.dtype if whole else mx.float32), ("WHOLE", whole), *variant.constants],
+            template=[
+                ("T", queries.dtype if whole else mx.float32), ("WHOLE", whole), *variant.constants,
+                *_storage("K", spec.keys, pages.shape(1)[0][3], spec.dtype),
+                *_storage("V", spec.values, pages.shape(1)[1][3], spec.value_dtype),
+            ],
             grid=(parts * THREADS, spec.kv_heads * variant.passes, batch),
             threadgroup=(THREADS, 1, 1),
             outputs=[
@@ -183,6 +188,16 @@ def _dims(pages: LayerPages) -> tuple[int, int]:
 def _constants(pages: LayerPages) -> Template:
     key_dim, value_dim = _dims(pages)
     return [("K_DIM", key_dim), ("V_DIM", value_dim), ("PAGE", pages.page_size)]
+
+
+def _storage(side: str, packed: Affine | None, elements: int, dtype: mx.Dtype) -> Template:
+    """How a token's elements in one head are stored: 0 bits stand for not packed."""
+    return [
+        (f"{side}_ROW", elements),
+        (f"{side}_BITS", 0 if packed is None else packed.bits),
+        (f"{side}_GROUP", 1 if packed is None else packed.group_size),
+        (f"{side}_SCALE", dtype),
+    ]
 
 
 def _window(own: int | None, mask: object) -> int:

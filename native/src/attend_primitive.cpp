@@ -38,11 +38,11 @@ Attention PagedAttention::describe(const std::vector<mx::array>& inputs) const {
   attention.num_pages = keys.shape(0);
   attention.kv_heads = keys.shape(1);
   attention.page_size = keys.shape(2);
-  attention.value_dim = values.shape(3);
+  attention.value_dim = dim_of(values, options_.values);
   attention.keys = keys.data<char>();
-  attention.key_dtype = dtype_of(kName, keys);
+  attention.key_format = format_of(kName, keys, options_.keys);
   attention.values = values.data<char>();
-  attention.value_dtype = dtype_of(kName, values);
+  attention.value_format = format_of(kName, values, options_.values);
   attention.table_width = table.shape(1);
   attention.block_table = table.data<int32_t>();
   attention.context_lens = inputs[4].data<int32_t>();
@@ -90,8 +90,11 @@ void check_arguments(const Pages& pages, const mx::array& queries, const mx::arr
                                 text_of(query_lens.shape()) + ")");
   };
   if (queries.ndim() != 4) refuse("queries must be (batch, query_heads, tokens, head_dim)");
-  if (queries.shape(3) != pages.keys.shape(3)) refuse("queries and keys must have the same head_dim");
-  if (pages.keys.shape(3) % 8 != 0 || pages.values.shape(3) % 8 != 0) refuse("head_dim must be a multiple of 8");
+  format_of(kName, pages.keys, options.keys);
+  format_of(kName, pages.values, options.values);
+  const int key_dim = dim_of(pages.keys, options.keys), value_dim = dim_of(pages.values, options.values);
+  if (queries.shape(3) != key_dim) refuse("queries and keys must have the same head_dim");
+  if (key_dim % 8 != 0 || value_dim % 8 != 0) refuse("head_dim must be a multiple of 8");
   if (queries.shape(1) % pages.keys.shape(1) != 0) refuse("query heads must be a multiple of kv heads");
   const int batch = queries.shape(0);
   if (block_table.ndim() != 2 || block_table.shape(0) != batch) refuse("block_table must be (batch, max_pages)");
@@ -137,7 +140,7 @@ std::pair<mx::array, mx::array> attend(
   if (known_rows) check(primitive->describe(inputs));
   add_pending(inputs, pages.written, pages.last_read);
   mx::Shape shape = queries.shape();
-  shape[3] = pages.values.shape(3);
+  shape[3] = dim_of(pages.values, options.values);
   auto outputs = mx::array::make_arrays({shape, token_shape()}, {queries.dtype(), token_dtype()}, primitive, inputs);
   return {outputs[0], outputs[1]};
 }

@@ -8,7 +8,7 @@ namespace tinykv {
 
 enum class MaskKind : int { none, boolean, additive };
 
-// Shapes: queries (batch, query_heads, query_len, key_dim); pages (num_pages, kv_heads, page_size, dim), contiguous;
+// Shapes: queries (batch, query_heads, query_len, key_dim); pages (num_pages, kv_heads, page_size) rows, contiguous;
 // out (batch, query_heads, query_len, value_dim), contiguous. Query i of row b is at position
 // context_lens[b] - query_lens[b] + i.
 struct Attention {
@@ -26,9 +26,9 @@ struct Attention {
   Dtype dtype = Dtype::float32;  // of queries and out
   int64_t query_strides[4] = {};  // in elements
   const char* keys = nullptr;
-  Dtype key_dtype = Dtype::float32;
+  Format key_format;
   const char* values = nullptr;
-  Dtype value_dtype = Dtype::float32;
+  Format value_format;
   char* out = nullptr;
 
   const int32_t* block_table = nullptr;   // batch x table_width

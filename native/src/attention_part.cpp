@@ -76,8 +76,8 @@ void PartWorker::attend(const Attention& attention, const Unit& unit, int n, con
   part.rows = rows_;
   part.key_dim = attention.key_dim;
   part.value_dim = attention.value_dim;
-  part.key_dtype = attention.key_dtype;
-  part.value_dtype = attention.value_dtype;
+  part.key_format = attention.key_format;
+  part.value_format = attention.value_format;
   part.keys = keys_;
   part.values = values_;
   part.tokens = tokens;
@@ -93,8 +93,8 @@ void PartWorker::attend(const Attention& attention, const Unit& unit, int n, con
 int PartWorker::list_tokens(const Attention& attention, const Unit& unit, int begin, int end, int count) {
   const int page_size = attention.page_size;
   const int32_t* table = attention.block_table + int64_t(unit.row) * attention.table_width;
-  const size_t key_bytes = attention.key_dim * size_of(attention.key_dtype);
-  const size_t value_bytes = attention.value_dim * size_of(attention.value_dtype);
+  const size_t key_bytes = attention.key_format.row_bytes(attention.key_dim);
+  const size_t value_bytes = attention.value_format.row_bytes(attention.value_dim);
   for (int position = begin; position < end;) {
     const int offset = position % page_size, run = std::min(end - position, page_size - offset);
     const size_t slot = (size_t(table[position / page_size]) * attention.kv_heads + unit.kv_head) * page_size + offset;

@@ -6,7 +6,6 @@
 
 namespace {
 
-using tinykv::Dtype;
 using tinykv::kBlock;
 using tinykv::kPart;
 using tinykv::padded;
@@ -17,37 +16,18 @@ using tinykv::Partial;
 // nothing but the row's own step: the two ways round differently.
 constexpr int kManyRows = 24;
 
-template <template <class> class Function, class... Arguments>
-TINYKV_INLINE void by_dtype(Dtype dtype, Arguments... arguments) {
-  if (dtype == Dtype::float32) Function<float>::call(arguments...);
-  else if (dtype == Dtype::bfloat16) Function<Bfloat16>::call(arguments...);
-  else Function<Float16>::call(arguments...);
-}
-
-#define TINYKV_BY_DTYPE(name, function) \
-  template <class T>                    \
-  struct name {                         \
-    template <class... Arguments>       \
-    static void call(Arguments... arguments) { function<T>(arguments...); } \
-  };
-TINYKV_BY_DTYPE(ScoreFew, score_few)
-TINYKV_BY_DTYPE(TransposeKeys, transpose_keys)
-TINYKV_BY_DTYPE(AddValuesFew, add_values_few)
-TINYKV_BY_DTYPE(ConvertValues, convert_values)
-#undef TINYKV_BY_DTYPE
-
 size_t scratch_floats(int rows, int key_dim, int value_dim) {
-  const size_t scores = (size_t)rows * kBlock;
-  if (rows < kManyRows) return scores;
-  const size_t larger_dim = padded(key_dim > value_dim ? key_dim : value_dim);
-  return scores + larger_dim * kBlock;
+  const int larger_dim = key_dim > value_dim ? key_dim : value_dim;
+  const size_t few = (size_t)rows * kBlock + affine_floats(larger_dim);
+  return rows < kManyRows ? few : few + (size_t)padded(larger_dim) * kBlock;
 }
 
 void attend_part(const Part& part, const Partial& partial) {
   const int rows = part.rows, stride = padded(part.value_dim);
   const bool many = rows >= kManyRows;
   float* scores = part.scratch;
-  float* converted = scores + (size_t)rows * kBlock;
+  float* affine = scores + (size_t)rows * kBlock;
+  float* converted = affine + affine_floats(part.key_dim > part.value_dim ? part.key_dim : part.value_dim);
 
   // Nothing seen yet
   for (int r = 0; r < rows; ++r) {
@@ -63,12 +43,11 @@ void attend_part(const Part& part, const Partial& partial) {
     const char* const* values = part.values + start;
 
     // Scores, while the block's values are fetched
-    if (many) {
-      by_dtype<TransposeKeys>(part.key_dtype, keys, tokens, part.key_dim, converted);
-      score_columns(part.queries, rows, part.key_dim, converted, tokens, scores);
-    } else {
-      by_dtype<ScoreFew>(part.key_dtype, part.queries, rows, part.key_dim, keys, values, tokens, scores);
-    }
+    with_tokens(part.key_format, keys, tokens, part.key_dim, affine, [&](const auto& rows_of_keys) {
+      if (many) transpose_keys(rows_of_keys, tokens, part.key_dim, converted);
+      else score_few(part.queries, rows, part.key_dim, rows_of_keys, values, tokens, scores);
+    });
+    if (many) score_columns(part.queries, rows, part.key_dim, converted, tokens, scores);
 
     // Weights
     for (int r = 0; r < rows; ++r) {
@@ -80,13 +59,11 @@ void attend_part(const Part& part, const Partial& partial) {
     }
 
     // Weighted values, while the next block's keys are fetched
-    if (many) {
-      by_dtype<ConvertValues>(part.value_dtype, values, tokens, part.value_dim, converted);
-      add_values(scores, rows, converted, tokens, part.value_dim, partial.out);
-    } else {
-      const char* const* next = keys + kBlock;
-      by_dtype<AddValuesFew>(part.value_dtype, scores, rows, values, next, tokens, part.value_dim, partial.out);
-    }
+    with_tokens(part.value_format, values, tokens, part.value_dim, affine, [&](const auto& rows_of_values) {
+      if (many) convert_values(rows_of_values, tokens, part.value_dim, converted);
+      else add_values_few(scores, rows, rows_of_values, keys + kBlock, tokens, part.value_dim, partial.out);
+    });
+    if (many) add_values(scores, rows, converted, tokens, part.value_dim, partial.out);
   }
 }
 

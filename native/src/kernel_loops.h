@@ -1,6 +1,6 @@
 #pragma once
 // How the kernels go through query rows: several at once, as many as there are registers for.
-#include "simd_shuffles.h"
+#include "kernel_tokens.h"
 
 namespace {
 
@@ -50,13 +50,6 @@ TINYKV_INLINE void for_many_rows(int rows, const Pass& pass) {
   for (; r + kTileRows <= rows; r += kTileRows) pass(r, Constant<kTileRows>{});
   for (; r + 3 <= rows; r += 3) pass(r, Constant<3>{});
   for (; r < rows; ++r) pass(r, Constant<1>{});
-}
-
-// Fetches a row's cache line that begins with element `d`, if one does.
-template <class T>
-TINYKV_INLINE void prefetch(const char* row, int d) {
-  constexpr int kLine = 64 / sizeof(T);
-  if (d % kLine == 0) __builtin_prefetch(row + d * sizeof(T), 0, 2);
 }
 
 }  // namespace

@@ -7,15 +7,6 @@ namespace {
 using tinykv::RowsView;
 
 template <class T>
-TINYKV_INLINE float to_float(T x) {
-  T lanes[kLanes] = {x};
-  return load(lanes)[0];
-}
-TINYKV_INLINE float to_float(float x) {
-  return x;
-}
-
-template <class T>
 void load_rows_as(const RowsView& from, int rows, int dim, float scale, float* to) {
   const int stride = tinykv::padded(dim), whole = from.dim_stride == 1 ? dim / kLanes * kLanes : 0;
   for (int r = 0; r < rows; ++r) {

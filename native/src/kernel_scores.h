@@ -5,17 +5,17 @@
 namespace {
 
 // kRows rows against kTokens tokens, straight from the pages.
-template <class T, int kRows, int kTokens, bool kPrefetch>
+template <int kRows, int kTokens, bool kPrefetch, class Keys>
 TINYKV_INLINE void score_tile(
-    const float* queries, int dim, const char* const* keys, const char* const* next, float* scores) {
+    const float* queries, int dim, const Keys& keys, const char* const* next, float* scores) {
   Floats sums[kRows][kTokens] = {};
   const int stride = tinykv::padded(dim), whole = dim / kLanes * kLanes;
   for (int d = 0; d < whole; d += kLanes) {
     Floats key[kTokens];
     TINYKV_UNROLL
     for (int t = 0; t < kTokens; ++t) {
-      key[t] = load((const T*)keys[t] + d);
-      if (kPrefetch) prefetch<T>(next[t], d);
+      key[t] = keys.at(t, d);
+      if (kPrefetch) Keys::prefetch(next[t], d);
     }
     TINYKV_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -29,7 +29,7 @@ TINYKV_INLINE void score_tile(
     for (int r = 0; r < kRows; ++r) {
       Floats query = load(queries + r * stride + whole);
       TINYKV_UNROLL
-      for (int t = 0; t < kTokens; ++t) sums[r][t] += query * load_tail((const T*)keys[t] + whole);
+      for (int t = 0; t < kTokens; ++t) sums[r][t] += query * keys.tail(t, whole);
     }
   }
   TINYKV_UNROLL
@@ -45,39 +45,38 @@ TINYKV_INLINE void score_tile(
   }
 }
 
-template <class T, int kRows, bool kPrefetch>
+template <int kRows, bool kPrefetch, class Keys>
 TINYKV_INLINE void score_rows(
-    const float* queries, int dim, const char* const* keys, const char* const* next, int tokens, float* scores) {
+    const float* queries, int dim, const Keys& keys, const char* const* next, int tokens, float* scores) {
   // One row alone needs more tokens in flight to hide the latency of its sums.
   constexpr int kTokens = kRows == 1 ? 8 : 4;
   int t = 0;
   for (; t + kTokens <= tokens; t += kTokens)
-    score_tile<T, kRows, kTokens, kPrefetch>(queries, dim, keys + t, next + t, scores + t);
-  for (; t < tokens; ++t) score_tile<T, kRows, 1, kPrefetch>(queries, dim, keys + t, next + t, scores + t);
+    score_tile<kRows, kTokens, kPrefetch>(queries, dim, keys.from(t), next + t, scores + t);
+  for (; t < tokens; ++t) score_tile<kRows, 1, kPrefetch>(queries, dim, keys.from(t), next + t, scores + t);
 }
 
 // Few rows: keys are read from the pages for each kScoreRows of them, and `next` is fetched meanwhile.
-template <class T>
+template <class Keys>
 void score_few(
-    const float* queries, int rows, int dim, const char* const* keys, const char* const* next, int tokens,
-    float* scores) {
+    const float* queries, int rows, int dim, const Keys& keys, const char* const* next, int tokens, float* scores) {
   const int stride = tinykv::padded(dim);
   for_few_rows<kScoreRows>(rows, [&](int r, auto count, auto prefetch) {
-    score_rows<T, count.value, prefetch.value>(
+    score_rows<count.value, prefetch.value>(
         queries + r * stride, dim, keys, next, tokens, scores + r * tinykv::kBlock);
   });
 }
 
 // Keys of a block as columns of floats: to[d][token], zeros beyond `tokens`.
-template <class T>
-void transpose_keys(const char* const* keys, int tokens, int dim, float* to) {
+template <class Keys>
+void transpose_keys(const Keys& keys, int tokens, int dim, float* to) {
   for (int t = 0; t < tokens; t += kLanes) {
     for (int d = 0; d < dim; d += kLanes) {
       Floats square[kLanes];
       const bool whole = d + kLanes <= dim;
       for (int i = 0; i < kLanes; ++i) {
         if (t + i >= tokens) square[i] = Floats{};
-        else square[i] = whole ? load((const T*)keys[t + i] + d) : load_tail((const T*)keys[t + i] + d);
+        else square[i] = whole ? keys.at(t + i, d) : keys.tail(t + i, d);
       }
       transpose(square);
       for (int i = 0; i < kLanes; ++i) store(to + (d + i) * tinykv::kBlock + t, square[i]);

@@ -14,6 +14,20 @@ constexpr size_t size_of(Dtype dtype) {
   return dtype == Dtype::float32 ? 4 : 2;
 }
 
+// How one token's elements in one head are stored: as `dtype`, or packed as mlx packs them: `bits` an element, least
+// significant first, then a scale for each `group_size` elements, then as many biases, both as `dtype`.
+struct Format {
+  Dtype dtype = Dtype::float32;
+  int bits = 0;  // 0: not packed
+  int group_size = 0;
+
+  constexpr size_t packed_bytes(int dim) const { return size_t(dim) * bits / 8; }
+  constexpr size_t row_bytes(int dim) const {
+    return bits == 0 ? dim * size_of(dtype) : packed_bytes(dim) + 2 * (dim / group_size) * size_of(dtype);
+  }
+};
+constexpr int kLeastGroup = 32;
+
 // The context is split into parts at multiples of kPart tokens, whatever the batch, the threads and the page size, so
 // that a row's result is the same, bit for bit, alone or in any batch. Inside a part kBlock tokens are scored at once.
 constexpr int kPart = 512;
@@ -39,8 +53,8 @@ struct Part {
   int rows;
   int key_dim;
   int value_dim;
-  Dtype key_dtype;
-  Dtype value_dtype;
+  Format key_format;
+  Format value_format;
   const char* const* keys;    // one pointer per token; kBlock more follow, which are only prefetched
   const char* const* values;
   int tokens;

@@ -5,9 +5,9 @@
 namespace {
 
 // kRows rows, kVectors vectors of columns, straight from the pages; `kTail` is for the last 8 columns.
-template <class T, int kRows, int kVectors, bool kPrefetch, bool kTail = false>
+template <int kRows, int kVectors, bool kPrefetch, bool kTail = false, class Values>
 TINYKV_INLINE void value_tile(
-    const float* weights, const char* const* values, const char* const* next, int column, int tokens, float* out,
+    const float* weights, const Values& values, const char* const* next, int column, int tokens, float* out,
     int stride) {
   Floats sums[kRows][kVectors];
   TINYKV_UNROLL
@@ -18,9 +18,9 @@ TINYKV_INLINE void value_tile(
     Floats value[kVectors];
     TINYKV_UNROLL
     for (int v = 0; v < kVectors; ++v) {
-      const T* from = (const T*)values[t] + column + v * kLanes;
-      value[v] = kTail ? load_tail(from) : load(from);
-      if (kPrefetch) prefetch<T>(next[t], column + v * kLanes);
+      const int d = column + v * kLanes;
+      value[v] = kTail ? values.tail(t, d) : values.at(t, d);
+      if (kPrefetch) Values::prefetch(next[t], d);
     }
     TINYKV_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -35,43 +35,42 @@ TINYKV_INLINE void value_tile(
     for (int v = 0; v < kVectors; ++v) store(out + r * stride + column + v * kLanes, sums[r][v]);
 }
 
-template <class T, int kRows, bool kPrefetch>
+template <int kRows, bool kPrefetch, class Values>
 TINYKV_INLINE void value_rows(
-    const float* weights, const char* const* values, const char* const* next, int tokens, int dim, float* out) {
+    const float* weights, const Values& values, const char* const* next, int tokens, int dim, float* out) {
   constexpr int kVectors = kValueVectors;
   const int stride = tinykv::padded(dim);
   int column = 0;
   // One row alone takes more columns at once to hide the latency of its sums.
   for (; kRows == 1 && column + 2 * kVectors * kLanes <= dim; column += 2 * kVectors * kLanes)
-    value_tile<T, kRows, 2 * kVectors, kPrefetch>(weights, values, next, column, tokens, out, stride);
+    value_tile<kRows, 2 * kVectors, kPrefetch>(weights, values, next, column, tokens, out, stride);
   for (; column + kVectors * kLanes <= dim; column += kVectors * kLanes)
-    value_tile<T, kRows, kVectors, kPrefetch>(weights, values, next, column, tokens, out, stride);
+    value_tile<kRows, kVectors, kPrefetch>(weights, values, next, column, tokens, out, stride);
   for (; column + kLanes <= dim; column += kLanes)
-    value_tile<T, kRows, 1, kPrefetch>(weights, values, next, column, tokens, out, stride);
+    value_tile<kRows, 1, kPrefetch>(weights, values, next, column, tokens, out, stride);
   if (kLanes > 8 && column < dim)
-    value_tile<T, kRows, 1, kPrefetch, true>(weights, values, next, column, tokens, out, stride);
+    value_tile<kRows, 1, kPrefetch, true>(weights, values, next, column, tokens, out, stride);
 }
 
 // Few rows: values are read from the pages for each kValueRows of them, and `next` is fetched meanwhile.
-template <class T>
+template <class Values>
 void add_values_few(
-    const float* weights, int rows, const char* const* values, const char* const* next, int tokens, int dim,
+    const float* weights, int rows, const Values& values, const char* const* next, int tokens, int dim,
     float* out) {
   const int stride = tinykv::padded(dim);
   for_few_rows<kValueRows>(rows, [&](int r, auto count, auto prefetch) {
-    value_rows<T, count.value, prefetch.value>(
+    value_rows<count.value, prefetch.value>(
         weights + r * tinykv::kBlock, values, next, tokens, dim, out + r * stride);
   });
 }
 
 // Values of a block as rows of floats: to[token][column], zeros in the padding.
-template <class T>
-void convert_values(const char* const* values, int tokens, int dim, float* to) {
+template <class Values>
+void convert_values(const Values& values, int tokens, int dim, float* to) {
   const int stride = tinykv::padded(dim), whole = dim / kLanes * kLanes;
   for (int t = 0; t < tokens; ++t) {
-    const T* from = (const T*)values[t];
-    for (int d = 0; d < whole; d += kLanes) store(to + t * stride + d, load(from + d));
-    if (kLanes > 8 && whole < dim) store(to + t * stride + whole, load_tail(from + whole));
+    for (int d = 0; d < whole; d += kLanes) store(to + t * stride + d, values.at(t, d));
+    if (kLanes > 8 && whole < dim) store(to + t * stride + whole, values.tail(t, whole));
   }
 }
 

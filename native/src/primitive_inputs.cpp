@@ -51,11 +51,34 @@ PageArray page_array(const mx::array& pages) {
 }
 
 Dtype dtype_of(const char* operation, const mx::array& x) {
-  if (x.dtype() == mx::float32) return Dtype::float32;
-  if (x.dtype() == mx::bfloat16) return Dtype::bfloat16;
-  if (x.dtype() == mx::float16) return Dtype::float16;
+  return dtype_of(operation, x.dtype(), x.shape());
+}
+
+Dtype dtype_of(const char* operation, mx::Dtype dtype, const mx::Shape& shape) {
+  if (dtype == mx::float32) return Dtype::float32;
+  if (dtype == mx::bfloat16) return Dtype::bfloat16;
+  if (dtype == mx::float16) return Dtype::float16;
   std::ostringstream text;
-  text << operation << ": " << x.dtype() << " " << text_of(x.shape()) << " isn't float32, bfloat16 or float16";
+  text << operation << ": " << dtype << " " << text_of(shape) << " isn't float32, bfloat16 or float16";
+  throw std::invalid_argument(text.str());
+}
+
+int dim_of(const mx::array& pages, const Packing& packing) {
+  return packing.bits == 0 ? pages.shape(3) : packing.dim;
+}
+
+Format format_of(const char* operation, const mx::array& pages, const Packing& packing) {
+  if (packing.bits == 0) return {dtype_of(operation, pages)};
+  const Format format{dtype_of(operation, packing.dtype, pages.shape()), packing.bits, packing.group_size};
+  const bool known_bits = packing.bits == 4 || packing.bits == 5 || packing.bits == 6 || packing.bits == 8;
+  const bool known_group = packing.group_size == 32 || packing.group_size == 64 || packing.group_size == 128;
+  if (known_bits && known_group && packing.dim > 0 && packing.dim % packing.group_size == 0 &&
+      pages.dtype() == mx::uint32 && format.row_bytes(packing.dim) == pages.shape(3) * sizeof(uint32_t))
+    return format;
+  std::ostringstream text;
+  text << operation << ": pages " << text_of(pages.shape()) << " of " << pages.dtype() << " don't hold rows of "
+       << packing.dim << " elements of " << packing.bits << " bits in groups of " << packing.group_size << " with "
+       << packing.dtype << " scales";
   throw std::invalid_argument(text.str());
 }
 

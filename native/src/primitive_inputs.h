@@ -35,6 +35,11 @@ void check_shapes(const char* operation, const Pages& pages);
 
 PageArray page_array(const mx::array& pages);
 Dtype dtype_of(const char* operation, const mx::array& x);
+Dtype dtype_of(const char* operation, mx::Dtype dtype, const mx::Shape& shape);
+
+// Elements of a head in pages, and how they are stored. Throws std::invalid_argument unless the pages fit `packing`.
+int dim_of(const mx::array& pages, const Packing& packing);
+Format format_of(const char* operation, const mx::array& pages, const Packing& packing);
 std::string text_of(const mx::Shape& shape);
 
 // A token's shape and dtype, and its memory when it is evaluated.

@@ -21,6 +21,14 @@ struct Pages {
   std::optional<mx::array> last_read;
 };
 
+// How one side's pages are packed: rows of 32-bit words of `dim` elements, see Format; 0 bits: they are not.
+struct Packing {
+  int bits = 0;
+  int group_size = 0;
+  int dim = 0;
+  mx::Dtype dtype = mx::float32;  // of scales and biases
+};
+
 // Attention settings that are plain numbers.
 struct AttentionOptions {
   float scale = 1;
@@ -28,6 +36,8 @@ struct AttentionOptions {
   int window = 0;
   int keep = 0;
   float softcap = 0;
+  Packing keys = {};
+  Packing values = {};
 };
 
 // Returns the output, (batch, query_heads, query_len, value_dim) in the dtype of the queries, and a token.

@@ -85,6 +85,29 @@ TINYKV_INLINE Floats load(const T* from) {
   return widen(bits, T{});
 }
 
+// One element.
+TINYKV_INLINE float to_float(float x) {
+  return x;
+}
+TINYKV_INLINE float to_float(Bfloat16 x) {
+  const uint32_t bits = (uint32_t)x.bits << 16;
+  float y;
+  __builtin_memcpy(&y, &bits, sizeof y);
+  return y;
+}
+TINYKV_INLINE float to_float(Float16 x) {
+#if defined(__AVX2__)
+  return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(x.bits)));
+#elif defined(__aarch64__)
+  __fp16 half;
+  __builtin_memcpy(&half, &x.bits, sizeof half);
+  return half;
+#else
+  const Float16 lanes[kLanes] = {x};
+  return load(lanes)[0];
+#endif
+}
+
 // The last 8 elements of a row whose length is a multiple of 8 but not of the vector; zeros in the other lanes.
 TINYKV_INLINE Floats load_tail(const float* from) {
   Floats x{};

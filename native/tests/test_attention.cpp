@@ -28,6 +28,12 @@ struct Case {
   float softcap = 0;
   bool sinks = false;
   MaskKind mask = MaskKind::none;
+  int key_bits = 0;
+  int value_bits = 0;
+  int group_size = 64;
+
+  Format keys() const { return {dtype, key_bits, key_bits ? group_size : 0}; }
+  Format values() const { return {dtype, value_bits, value_bits ? group_size : 0}; }
 };
 
 // A case's arrays, in heap memory of exactly their size; slots without a token are NaN.
@@ -41,8 +47,47 @@ struct Memory {
   explicit Memory(const Case& c);
 };
 
-void place(std::vector<char>& pages, const std::vector<char>& numbers, size_t from, size_t to, int dim, Dtype dtype) {
-  std::memcpy(&pages[to * dim * size_of(dtype)], &numbers[from * dim * size_of(dtype)], dim * size_of(dtype));
+void place(std::vector<char>& pages, const std::vector<char>& rows, size_t from, size_t to, size_t bytes) {
+  std::memcpy(&pages[to * bytes], &rows[from * bytes], bytes);
+}
+
+// A power of two, or minus one, as `dtype`.
+void append(std::vector<char>& to, float x, Dtype dtype) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  uint32_t narrow = bits >> 16;
+  if (dtype == Dtype::float16) narrow = (bits >> 31 << 15) | (((bits >> 23 & 0xff) - 112) << 10);
+  const char* bytes = reinterpret_cast<const char*>(dtype == Dtype::float32 ? &bits : &narrow);
+  to.insert(to.end(), bytes, bytes + size_of(dtype));
+}
+
+// Random rows in `format`.
+std::vector<char> random_rows(size_t count, int dim, const Format& format, int seed) {
+  if (format.bits == 0) return test::random_numbers(count * dim, format.dtype, seed);
+  std::mt19937 random(seed);
+  std::vector<char> rows;
+  for (size_t i = 0; i < count; ++i) {
+    for (size_t byte = 0; byte < format.packed_bytes(dim); ++byte) rows.push_back(char(random()));
+    const int groups = dim / format.group_size;
+    for (int g = 0; g < groups; ++g) append(rows, std::ldexp(1.f, int(random() % 2) - format.bits), format.dtype);
+    for (int g = 0; g < groups; ++g) append(rows, random() % 2 ? -1.f : -0.5f, format.dtype);
+  }
+  return rows;
+}
+
+// Element `d` of the row in a slot.
+double element(const char* rows, size_t slot, int dim, int d, const Format& format) {
+  const char* row = rows + slot * format.row_bytes(dim);
+  if (format.bits == 0) return test::to_double(row + d * size_of(format.dtype), format.dtype);
+  int number = 0;
+  for (int bit = 0; bit < format.bits; ++bit) {
+    const int at = d * format.bits + bit;
+    number |= (row[at / 8] >> (at % 8) & 1) << bit;
+  }
+  const int groups = dim / format.group_size, group = d / format.group_size;
+  const char* affine = row + format.packed_bytes(dim);
+  return number * test::to_double(affine + group * size_of(format.dtype), format.dtype) +
+         test::to_double(affine + (groups + group) * size_of(format.dtype), format.dtype);
 }
 
 Memory::Memory(const Case& c) {
@@ -53,13 +98,14 @@ Memory::Memory(const Case& c) {
   std::iota(ids.begin(), ids.end(), 0);
   std::shuffle(ids.begin(), ids.end(), std::mt19937(7));
 
-  keys.resize(size_t(pages) * c.kv_heads * c.page_size * c.key_dim * size_of(c.dtype));
-  values.resize(size_t(pages) * c.kv_heads * c.page_size * c.value_dim * size_of(c.dtype));
+  const size_t key_bytes = c.keys().row_bytes(c.key_dim), value_bytes = c.values().row_bytes(c.value_dim);
+  keys.resize(size_t(pages) * c.kv_heads * c.page_size * key_bytes);
+  values.resize(size_t(pages) * c.kv_heads * c.page_size * value_bytes);
   test::poison(keys);
   test::poison(values);
   const size_t tokens = size_t(batch) * longest * c.kv_heads;
-  const auto new_keys = test::random_numbers(tokens * c.key_dim, c.dtype, 1);
-  const auto new_values = test::random_numbers(tokens * c.value_dim, c.dtype, 2);
+  const auto new_keys = random_rows(tokens, c.key_dim, c.keys(), 1);
+  const auto new_values = random_rows(tokens, c.value_dim, c.values(), 2);
   queries = test::random_numbers(size_t(batch) * c.query_heads * c.queries * c.key_dim, c.dtype, 3);
   out.resize(size_t(batch) * c.query_heads * c.queries * c.value_dim * size_of(c.dtype));
 
@@ -74,8 +120,8 @@ Memory::Memory(const Case& c) {
       for (int head = 0; head < c.kv_heads; ++head) {
         const size_t from = (size_t(row) * longest + position) * c.kv_heads + head;
         const size_t to = (size_t(ids[page]) * c.kv_heads + head) * c.page_size + position % c.page_size;
-        place(keys, new_keys, from, to, c.key_dim, c.dtype);
-        place(values, new_values, from, to, c.value_dim, c.dtype);
+        place(keys, new_keys, from, to, key_bytes);
+        place(values, new_values, from, to, value_bytes);
       }
     }
   }
@@ -96,7 +142,9 @@ Memory::Memory(const Case& c) {
   a.page_size = c.page_size;
   a.table_width = width;
   a.queries = queries.data();
-  a.dtype = a.key_dtype = a.value_dtype = c.dtype;
+  a.dtype = c.dtype;
+  a.key_format = c.keys();
+  a.value_format = c.values();
   const int64_t token = c.key_dim, head = token * c.queries;
   std::copy_n(std::initializer_list<int64_t>{head * c.query_heads, head, token, 1}.begin(), 4, a.query_strides);
   a.keys = keys.data();
@@ -133,7 +181,7 @@ std::vector<double> expected(const Attention& a, int row, int head, int token) {
     double score = 0;
     for (int d = 0; d < a.key_dim; ++d)
       score += test::to_double(a.queries + (query + d) * size_of(a.dtype), a.dtype) *
-               test::to_double(a.keys + (slot * a.key_dim + d) * size_of(a.dtype), a.dtype);
+               element(a.keys, slot, a.key_dim, d, a.key_format);
     score *= a.scale;
     if (a.softcap != 0) score = a.softcap * std::tanh(score / a.softcap);
     const int64_t at = token * a.mask_strides[2] + position;
@@ -150,7 +198,7 @@ std::vector<double> expected(const Attention& a, int row, int head, int token) {
     const double weight = std::exp(scores[i] - highest);
     sum += weight;
     for (int d = 0; d < a.value_dim; ++d)
-      out[d] += weight * test::to_double(a.values + (slots[i] * a.value_dim + d) * size_of(a.dtype), a.dtype);
+      out[d] += weight * element(a.values, slots[i], a.value_dim, d, a.value_format);
   }
   for (double& x : out) x = sum > 0 ? x / sum : 0;
   return out;
@@ -194,6 +242,13 @@ std::vector<Case> cases() {
     add({.contexts = {130, 40}, .queries = 3, .softcap = 2, .sinks = true});
     add({.contexts = {130, 40}, .queries = 3, .mask = MaskKind::boolean});
     add({.contexts = {130, 40}, .queries = 30, .causal = false, .sinks = true, .mask = MaskKind::additive});
+    for (int bits : {4, 5, 6, 8}) {
+      add({.contexts = {1, 63, 64, 65, 0}, .key_bits = bits, .value_bits = 12 - bits == 7 ? 5 : 12 - bits});
+      add({.contexts = {600}, .query_heads = 1, .kv_heads = 1, .key_bits = bits, .value_bits = bits});
+      add({.contexts = {90, 70}, .queries = 30, .key_dim = 96, .value_dim = 32, .page_size = 1, .key_bits = bits,
+           .value_bits = bits, .group_size = 32});
+    }
+    add({.contexts = {200}, .window = 30, .value_bits = 4});
   }
   return all;
 }

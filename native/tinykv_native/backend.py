@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from tinykv_plugin.kv_format import Affine
     from tinykv_plugin.metadata import PagedKVMetadata, PagedMask
     from tinykv_plugin.pages import LayerPages
     from tinykv_plugin.protocols import AttentionRequest
@@ -27,6 +28,7 @@ class CpuBackend:
     direct = True
     priority = 10
     features = frozenset({"softcap", "keys_only"})
+    reads_quantized = True
 
     def supports(self, request: AttentionRequest) -> list[str]:
         """Reasons why this backend can't serve ``request`` here; empty if it can."""
@@ -62,7 +64,7 @@ class CpuBackend:
         machine has memory otherwise; the system gives memory for a page when it is written.
         Raises MemoryError with ``pages`` unchanged.
         """
-        native, spec = self._native(), pages.spec
+        native = self._native()
         if num_pages == 0:
             pages.keys = pages.values = pages.written = pages.last_read = None
             return
@@ -70,17 +72,18 @@ class CpuBackend:
         if pages.keys is not None and not native.fits(pages.keys, num_pages):
             self.wait(pages)  # the pages have to be copied
         key_shape, value_shape = pages.shape(num_pages)
-        keys = native.resize_pages(pages.keys, list(key_shape), spec.dtype, reserve)
-        if spec.value_dim:
-            values = native.resize_pages(pages.values, list(value_shape), spec.value_dtype, reserve)
+        key_dtype, value_dtype = pages.dtypes
+        keys = native.resize_pages(pages.keys, list(key_shape), key_dtype, reserve)
+        if pages.spec.value_dim:
+            values = native.resize_pages(pages.values, list(value_shape), value_dtype, reserve)
         else:
             import mlx.core as mx
 
-            values = mx.zeros(value_shape, spec.value_dtype)
+            values = mx.zeros(value_shape, value_dtype)
         pages.keys, pages.values = keys, values
 
     def write(self, metadata: PagedKVMetadata, keys: mx.array, values: mx.array) -> None:
-        """Put new tokens, ``(batch, kv_heads, tokens, head_dim)``, into the slots of ``metadata``, after all reads."""
+        """Put new tokens, as the pages store them, into the slots of ``metadata``, after all reads."""
         pages = metadata.pages
         self._changed(
             pages,
@@ -161,6 +164,8 @@ class CpuBackend:
             window=window or 0,
             keep=metadata.keep,
             softcap=softcap or 0.0,
+            keys=_packing(pages.spec.keys, pages.spec.key_dim, pages.spec.dtype),
+            values=_packing(pages.spec.values, pages.spec.value_dim, pages.spec.value_dtype),
             mask=array,
             sinks=sinks,
             written=pages.written,
@@ -199,3 +204,7 @@ class CpuBackend:
 def _values_of(pages: LayerPages) -> mx.array | None:
     """The pages that values are written to: those of the keys, once more, where a model keeps keys only."""
     return pages.values if pages.spec.value_dim else pages.keys
+
+
+def _packing(packed: Affine | None, dim: int, dtype: mx.Dtype) -> tuple[int, int, int, mx.Dtype] | None:
+    return None if packed is None else (packed.bits, packed.group_size, dim, dtype)

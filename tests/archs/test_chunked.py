@@ -94,7 +94,7 @@ def test_segments_see_what_the_mask_lets_through(chunk: int, page_size: int, row
     step = GroupStep(tables, [start + count for start, count in rows], [count for _, count in rows], width)
     segments = segments_of(step, chunk)
     for row, (start, count) in enumerate(rows):
-        mask = causal_array(count, min(start, chunk - 1), chunk, start, chunk).tolist()
+        mask = causal_array(count, min(start, chunk - 1), chunk, 0, start, chunk).tolist()
         first = start - min(start, chunk - 1)
         for query in range(count if segments else 0):
             part = next(part for part in segments if part.start <= query < part.stop)

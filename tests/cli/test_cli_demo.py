@@ -106,7 +106,7 @@ def test_without_a_network_the_remedy_is_one_line(python: Call, tmp_path: Path) 
     assert "--model" in done.err
 
 
-@pytest.mark.parametrize(("value", "message"), [("0", "must be at least 1"), ("x", "invalid")])
+@pytest.mark.parametrize(("value", "message"), [("0", "0 is not a number of at least 1"), ("x", "x is not a number")])
 def test_max_tokens_is_a_positive_number(tinykv: Call, value: str, message: str) -> None:
     done = tinykv("demo", "--max-tokens", value)
     assert done.code == 2

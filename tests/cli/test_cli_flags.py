@@ -11,11 +11,9 @@ from tinykv_plugin.cli.flags import flags_help, kv_flags, take_kv_flags
 from tinykv_plugin.config import KVCacheConfig
 
 arguments = st.one_of(
-    st.sampled_from(
-        ["--prompt", "-p", "--", "-", "", "--max-tokens=4", "--kv-bits", "--kv-group-size=64", "--kv", "a=b"]
-    ),
+    st.sampled_from(["--prompt", "-p", "--", "-", "", "--max-tokens=4", "--quantized-kv-start", "--kv", "a=b"]),
     st.text(max_size=8),
-).filter(lambda text: not text.startswith(("--kv-", "--no-kv-")) or text.startswith(("--kv-bits", "--kv-group-size")))
+).filter(lambda text: not text.startswith(("--kv-", "--no-kv-")))
 values = st.text(max_size=6).filter(lambda text: not text.startswith("--"))
 ours = st.one_of(
     st.tuples(

@@ -129,6 +129,33 @@ def test_generate_with_mlx_lms_quantized_cache(tinykv: Call, stock: Call, wide_m
     assert text_of(tinykv("generate", *argv, "--kv-cache", "dense").out) == plain
 
 
+def test_generate_with_quantized_pages(tinykv: Call, stock: Call, wide_model_dir: Path, tmp_path: Path) -> None:
+    from mlx_lm import load
+    from mlx_lm.generate import stream_generate
+
+    from tinykv_plugin.attachment import attach
+
+    argv = generate_arguments(wide_model_dir)
+    model, tokenizer = load(str(wide_model_dir))
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": TEXT}], add_generation_prompt=True)
+    with attach(model, bits=4, group_size=32, page_size=4):
+        expected = "".join(one.text for one in stream_generate(model, tokenizer, prompt, max_tokens=24))
+    flags = ["--kv-bits", "4", "--kv-group-size=32", "--quantized-kv-start", "0", "--kv-page-size", "4"]
+    done = tinykv("generate", *argv, "-m", "24", *flags, "--kv-stats")
+    assert text_of(done.out).strip() == expected.strip()
+    assert "4 bits in groups of 32" in done.err
+    assert text_of(stock("generate", *argv, "-m", "24")).strip() != expected.strip()
+    # A file of quantized pages, made and used with the same flags.
+    file = str(tmp_path / "cache.safetensors")
+    saving = ["--model", str(wide_model_dir), "--prompt", TEXT, "--prompt-cache-file", file]
+    assert tinykv("cache_prompt", *saving, *flags).code == 0
+    asking = ["--prompt-cache-file", file, "--prompt", "keys", "-m", "8"]
+    assert text_of(tinykv("generate", *asking, *flags).out) == text_of(stock("generate", *asking, "--kv-group-size=32"))
+    refused = tinykv("generate", *asking, "--kv-bits", "8", "--kv-group-size=32")
+    assert refused.code == 1
+    assert "layer 0 holds 4 bits in groups of 32, its pages hold 8 bits in groups of 32" in refused.err
+
+
 def test_out_of_pages_is_one_line_after_the_statistics(tinykv: Call, tiny_model_dir: Path) -> None:
     argv = generate_arguments(tiny_model_dir)
     done = tinykv("generate", *argv, "--kv-max-pages", "2", "--kv-page-size", "8", "--kv-stats")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -48,11 +49,25 @@ def test_commands_with_max_kv_size_are_those_that_have_the_flag(tinykv: Call) ->
     assert found == WITH_MAX_KV_SIZE
 
 
-def test_version_says_what_a_bug_report_needs(tinykv: Call) -> None:
+def test_version_says_what_a_bug_report_needs(tinykv: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
     done = tinykv("--version")
     assert done.code == 0
     lines = dict(line.split(": ", 1) for line in done.out.splitlines())
-    assert {"tinykv-plugin", "mlx", "mlx-lm", "python", "platform", "device", "backends", "blas"} == set(lines)
+    assert list(lines) == [
+        *("tinykv-plugin", "mlx", "mlx-lm", "python", "platform", "device", "memory", "backends", "other plugins"),
+        *("settings", "blas"),
+    ]
+    assert lines["settings"] == "the defaults"
+    assert "GiB, for a model" in lines["memory"]
+    if importlib.util.find_spec("tinykv_example"):
+        assert "example (tinykv-example 1.2.3)" in lines["other plugins"]
+    (tmp_path / "tinykv.toml").write_text("page_size = 64", encoding="utf-8")
+    assert "settings: page_size = 64\n" in tinykv("--version").out
+    monkeypatch.setenv("TINYKV_MEMORY", "much")
+    assert "settings: memory: 'much' is not allowed (from the environment variable TINYKV_MEMORY)" in (
+        tinykv("--version").out
+    )
     assert lines["device"].startswith(("cpu", "gpu"))
     assert "gather" in lines["backends"]
 
@@ -83,8 +98,9 @@ def test_nothing_imports_mlx_before_a_command_runs(python: Call) -> None:
         (["generate", "--kv-cache", "nope"], "cache: 'nope' is not known; there are: dense, "),
         (["generate", "--kv-attention", "nope"], "attention: 'nope' is not known; there are: auto, "),
         (["chat", "--max-kv-size", "4"], "max_kv_size: 4 is not allowed: "),
-        (["generate", "--kv-bits", "4"], "--kv-bits: quantized pages are not supported; use --kv-cache dense"),
-        (["server", "--kv-bits=4"], "--kv-bits: quantized pages are not supported; use --kv-cache dense"),
+        (["generate", "--kv-bits", "7"], "bits: 7 is not allowed: it must be one of 4, 5, 6, 8"),
+        (["generate", "--kv-key-bits", "all"], "key_bits: 'all' is not allowed: it must be one of 4, 5, 6, 8"),
+        (["server", "--kv-bits=4", "--quantized-kv-start=9"], "--quantized-kv-start: pages are quantized from the"),
         (["convert", "--kv-stats"], "convert uses no KV cache, so it takes no --kv- flags"),
         (["run"], "run needs a script or -m module"),
         (["run", "-m"], "run needs a module after -m"),
@@ -107,7 +123,7 @@ def test_bad_usage_is_one_line_and_exit_code_2(tinykv: Call, argv: list[str], me
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["inspect", "no_such_folder"], "no_such_folder is no folder; inspect takes the folder of a model"),
+        (["inspect", "no_such_folder"], "no_such_folder is no folder and no file; inspect takes a model's folder"),
         (["demo", "--model", "no_such_folder"], "no_such_folder is no folder; --model takes the folder of a model"),
     ],
 )

@@ -13,6 +13,7 @@ from tinykv_plugin.config import KVCacheConfig
 from tinykv_plugin.layer import PagedLayer
 from tinykv_plugin.pages import LayerPages, LayerSpec
 from tinykv_plugin.plan import CachePlan
+from tinykv_plugin.pool import Budget
 from tinykv_plugin.protocols import LayerChoice
 from tinykv_plugin.session import PagedSession
 
@@ -120,7 +121,7 @@ def make_session(
         own_cache=lambda: [None] * len(windows),
         model=SimpleNamespace(parameters=dict),
     )
-    session = PagedSession(context, CachePlan(layers, groups, [], backend, []), memory)
+    session = PagedSession(context, CachePlan(layers, groups, [], backend, []), Budget(memory))
     for pool in session.pools:
         allocate = pool.allocate
 

@@ -325,10 +325,10 @@ def test_check_finds_books_that_were_tampered_with() -> None:
             kv.check()
         table.pages.append(page)
         kv.check()
-        kv.session.budget.reserved += 1
+        kv.session.pools[0].booked += 1
         with pytest.raises(InvariantError, match="bytes held"):
             kv.check()
-        kv.session.budget.reserved -= 1
+        kv.session.pools[0].booked -= 1
         kv.session.pools[0].allocator.share([page])
         with pytest.raises(InvariantError, match=f"page {page} has ref_count 2 but 1 holders"):
             kv.check()

@@ -8,6 +8,7 @@ from tinykv_plugin.errors import (
     BlasError,
     CacheStateError,
     ConfigError,
+    DraftError,
     HandleTouchedError,
     InvariantError,
     OutOfPagesError,
@@ -31,6 +32,7 @@ EXAMPLES = [
     QueueFullError(waiting=64, max_queue=64, retry_after=3),
     PoolGrowthError(pages=8, more=16, bytes_wanted=2**20, cause="std::bad_alloc"),
     BlasError("no such file"),
+    DraftError("its cache can't take tokens back"),
     errors.DemoModelError("no network"),
 ]
 

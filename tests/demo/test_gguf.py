@@ -11,6 +11,7 @@ import pytest
 from mlx_lm.utils import load, load_model
 from tiny_model import SPECIAL, TinyGGUF
 
+from tinykv_plugin.demo import gguf
 from tinykv_plugin.demo.gguf import convert_gguf, default_dtype
 from tinykv_plugin.errors import DemoModelError
 
@@ -106,6 +107,12 @@ def test_an_unknown_tensor_is_an_error(tiny: TinyGGUF, convert: Callable[..., Pa
     tiny.arrays["blk.0.attn_q.bias"] = mx.zeros((32,))
     with pytest.raises(DemoModelError, match=r"a tensor blk\.0\.attn_q\.bias"):
         convert(tiny)
+
+
+def test_weights_of_a_broken_shape_are_an_error() -> None:
+    parts = {"weight": mx.zeros((32, 7), mx.uint32), "scales": mx.zeros((32, 2), mx.float16)}
+    with pytest.raises(DemoModelError, match="q_proj: 7 words for 2 groups of 32 weights"):
+        gguf._bits("q_proj", parts)
 
 
 def test_a_file_that_is_no_gguf_is_an_error(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 from tinykv_plugin import errors
@@ -64,3 +65,60 @@ def test_the_table_of_models_is_current() -> None:
     page = subprocess.run(command, cwd=ROOT, input=table, capture_output=True, text=True, check=True)
     assert page.stdout == read("docs/models.md")
     assert f"{len(json.loads(table)['models'])} of its model files are tested" in read("README.md")
+
+
+def test_the_command_reference_is_current() -> None:
+    """If this fails: python docs/commands.py"""
+    code = "import sys; sys.path.insert(0, 'docs'); import commands; print(commands.command_reference(), end='')"
+    renewed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert renewed.stdout == read("docs/commands.md")
+
+
+def test_the_figures_are_those_of_the_data() -> None:
+    """If this fails: python docs/figures.py"""
+    code = (
+        "import sys, json; sys.path.insert(0, 'docs'); import figures;"
+        "print(figures.renewed(sys.stdin.read()), end='');"
+        "pictures = figures.charts(json.loads(figures.DATA.read_text()));"
+        "assert all((figures.FOLDER / 'images' / f'{name}.svg').read_text() == svg for name, svg in pictures.items())"
+    )
+    page = read("docs/benchmarks.md")
+    renewed = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, input=page, capture_output=True, text=True, check=True
+    )
+    assert renewed.stdout == page
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    listed = set(re.findall(r"^([\w-]+)$", read("docs/index.md"), re.MULTILINE))
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    assert pages <= listed
+
+
+def test_every_command_is_in_the_reference() -> None:
+    from tinykv_plugin.cli.main import OWN_COMMANDS
+
+    page = read("docs/commands.md")
+    assert [name for name in OWN_COMMANDS if f"\n## tinykv {name}\n" not in page] == []
+
+
+def test_every_metric_is_explained() -> None:
+    source = read("tinykv_plugin/serving/metrics.py")
+    names = set(re.findall(r'"(tinykv_\w+)"', source))
+    page = read("docs/server.md")
+    explained = {name.removesuffix("_total") for name in re.findall(r"`(tinykv_\w+)", page)}
+    assert {name.removesuffix("_total") for name in names} <= explained
+
+
+def test_ci_pins_what_is_asked_for() -> None:
+    """If this fails: python .ci/pin.py > .ci/constraints.txt, in an environment with all dependency groups."""
+    from packaging.requirements import Requirement
+
+    pins = dict(line.split("==") for line in read(".ci/constraints.txt").splitlines() if not line.startswith("#"))
+    project = tomllib.loads(read("pyproject.toml"))
+    lists = [project["project"]["dependencies"], *project["dependency-groups"].values()]
+    asked = [Requirement(line) for lines in lists for line in lines if isinstance(line, str)]
+    known = [requirement for requirement in asked if requirement.name in pins]
+    assert len(known) >= 25
+    assert [str(one) for one in known if not one.specifier.contains(pins[one.name], prereleases=True)] == []
+    assert 'PIP_CONSTRAINT="$PWD/.ci/constraints.txt"' in read(".ci/run")

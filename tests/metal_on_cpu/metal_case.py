@@ -12,8 +12,10 @@ import numpy as np
 
 from tinykv_plugin.allocator import PageAllocator
 from tinykv_plugin.journal import Journal
+from tinykv_plugin.kv_format import KVFormat
 from tinykv_plugin.metadata import PagedKVMetadata, PagedMask
 from tinykv_plugin.pages import LayerPages, LayerSpec
+from tinykv_plugin.pool import FULL_PRECISION
 from tinykv_plugin.step import GroupStep
 from tinykv_plugin.table import PageTable, Retention
 
@@ -39,6 +41,7 @@ class Case:
     keep: int = 0
     layout: str = "random"  # of the pages: "random", "reversed", or "shared": all rows begin with row 0's pages
     seed: int = 0
+    kv_format: KVFormat = FULL_PRECISION
 
     def __post_init__(self) -> None:
         self.value_dim = self.value_dim or self.key_dim
@@ -63,15 +66,18 @@ class Case:
                 kept = -(-self.keep // self.page_size)
                 pages = pages[:kept] + [-1] * max(0, first - kept) + pages[max(first, kept) :]
             table.pages = array("i", pages)
-        spec = LayerSpec(self.kv_heads, self.key_dim, self.value_dim, self.dtype, self.dtype)
+        spec = LayerSpec(self.kv_heads, self.key_dim, self.value_dim, self.dtype, self.dtype).stored_as(self.kv_format)
         self.pages = LayerPages(spec, self.page_size)
         self.full_tables = tables
         self.step = GroupStep(made, list(self.contexts), self.query_lens, self.queries)
         self.metadata = PagedKVMetadata(self.pages, self.step)
         self.num_pages = num_pages
         self.q = self._random(rng, (len(tables), self.query_heads, self.queries, self.key_dim))
-        key_shape, value_shape = self.pages.shape(num_pages)
-        self._keys, self._values = self._random(rng, key_shape), self._random(rng, value_shape)
+        shape = (num_pages, self.kv_heads, self.page_size)
+        self._stored = spec.encode(
+            self._random(rng, (*shape, self.key_dim)), self._random(rng, (*shape, self.value_dim))
+        )
+        self._keys, self._values = spec.decode(*self._stored, mx.float32)
 
     def fill(self, backend: Any) -> Case:
         """Put the tokens into a pool where every other slot is NaN."""
@@ -80,9 +86,12 @@ class Case:
             for position in range(context):
                 held[table[position // self.page_size], 0, position % self.page_size] = True
         backend.resize(self.pages, self.num_pages)
-        nan = mx.array(float("nan"), self.dtype)
-        self.pages.keys = mx.where(mx.array(held), self._keys, nan)
-        self.pages.values = mx.where(mx.array(held), self._values, nan)
+        # Quantized, words that are NaN as scales of any dtype.
+        keys, values = (
+            mx.where(mx.array(held), side, mx.array(0xFFFFFFFF if side.dtype == mx.uint32 else mx.nan, side.dtype))
+            for side in self._stored
+        )
+        self.pages.keys, self.pages.values = keys, values
         mx.eval(self.pages.keys, self.pages.values)
         return self
 

@@ -9,7 +9,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from tinykv_plugin.kv_format import KVFormat
 from tinykv_plugin.pages import LayerPages, LayerSpec
+from tinykv_plugin.pool import FULL_PRECISION
 
 # Largest error allowed: what rounding inputs of about 1 and the output to the dtype leaves.
 TOLERANCE = {mx.float32: 3e-5, mx.bfloat16: 1.6e-2, mx.float16: 2e-3}
@@ -44,6 +46,7 @@ class Case:
     window: int | None = None
     keep: int = 0
     seed: int = 0
+    kv_format: KVFormat = FULL_PRECISION
     scale: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,7 +69,7 @@ class Case:
             positions = np.arange(context)
             slots[row, :context] = table[row, positions // self.page_size] * self.page_size + positions % self.page_size
 
-        spec = LayerSpec(self.kv_heads, self.key_dim, self.value_dim, self.dtype, self.dtype)
+        spec = LayerSpec(self.kv_heads, self.key_dim, self.value_dim, self.dtype, self.dtype).stored_as(self.kv_format)
         pages = LayerPages(spec, self.page_size)
         backend.resize(pages, num_pages)
         self.keys = self._random(rng, (batch, self.kv_heads, longest, self.key_dim))
@@ -76,7 +79,7 @@ class Case:
         query_lens = mx.array(list(self.query_lens or []), dtype=mx.int32)
         poison(backend, pages)
         self.metadata = Metadata(pages, mx.array(table), lens, query_lens, mx.array(slots), self.window, self.keep)
-        backend.write(self.metadata, self.keys, self.values)
+        self._write(backend)
         if self.window is not None and not self.keep:
             # Pages behind every query's window are gone.
             for row, context in enumerate(self.contexts):
@@ -92,7 +95,7 @@ class Case:
         query_len = int(self.query_lens[index])  # type: ignore[index]
         alone = Case(
             [self.contexts[index]], query_len, [query_len], self.query_heads, self.kv_heads, self.key_dim,
-            self.value_dim, self.page_size, self.dtype, self.window, self.keep, self.seed + 1,
+            self.value_dim, self.page_size, self.dtype, self.window, self.keep, self.seed + 1, self.kv_format,
         )  # fmt: skip
         alone._given = (  # type: ignore[attr-defined]
             self.q[index : index + 1, :, :query_len],
@@ -106,7 +109,7 @@ class Case:
         given = self._given  # type: ignore[attr-defined]
         self.fill(backend)
         self.q, self.keys, self.values = given
-        backend.write(self.metadata, self.keys, self.values)
+        self._write(backend)
 
     def expected(
         self, mask: Any = "causal", sinks: Any = None, softcap: float | None = None
@@ -147,15 +150,25 @@ class Case:
                 out[row, head, :query_len] = weights[:, :context] @ values[row, head // rep, :context]
         return out
 
+    def _write(self, backend: Any) -> None:
+        """Write K and V; what is expected is computed from what the pages then hold."""
+        spec = self.metadata.pages.spec
+        stored = spec.encode(self.keys.astype(self.dtype), self.values.astype(self.dtype))
+        backend.write(self.metadata, *stored)
+        # Not rounded to the dtype of the scales.
+        self.keys, self.values = spec.decode(*stored, mx.float32)
+
     def _random(self, rng: np.random.Generator, shape: tuple[int, ...]) -> mx.array:
         return mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(self.dtype)
 
 
 def poison(backend: Any, pages: LayerPages) -> None:
-    """Fill every slot with NaN."""
+    """Fill every slot with NaN, or with words that are NaN as scales of any dtype."""
     slots = mx.arange(pages.num_pages * pages.page_size, dtype=mx.int32)[None]
-    nan = [mx.full((1, pages.spec.kv_heads, slots.size, dim), mx.nan, pages.spec.dtype)
-           for dim in (pages.spec.key_dim, pages.spec.value_dim)]  # fmt: skip
+    nan = [
+        mx.full((1, pages.spec.kv_heads, slots.size, dim), 0xFFFFFFFF if dtype == mx.uint32 else mx.nan, dtype)
+        for dim, dtype in pages.spec.stored
+    ]
     nothing = mx.zeros((1,), mx.int32)
     backend.write(Metadata(pages, slots, nothing, nothing, slots), *nan)
 

@@ -26,7 +26,8 @@ def no_threads_left() -> Iterator[None]:
     """After a test there are no threads that weren't there before."""
     before = set(threading.enumerate())
     yield
-    wait_until(lambda: set(threading.enumerate()) <= before | KEPT_THREADS, what="threads to end")
+    kept = before | KEPT_THREADS
+    wait_until(lambda: set(threading.enumerate()) <= kept, what=lambda: f"{set(threading.enumerate()) - kept} to end")
 
 
 @pytest.fixture(scope="session", autouse=True)

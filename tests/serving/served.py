@@ -49,10 +49,12 @@ def words(count: int, seed: int = 0) -> str:
     return " ".join(f"w{(5 * i + 7 * seed + i * i * (seed + 1)) % vocabulary}" for i in range(count))
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 20, what: str = "it to happen") -> None:
+def wait_until(
+    condition: Callable[[], object], seconds: float = 20, what: str | Callable[[], str] = "it to happen"
+) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"waited too long for {what}"
+        assert time.monotonic() < end, f"waited too long for {what() if callable(what) else what}"
         time.sleep(0.005)
 
 

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx_lm
 import pytest
 from served import Server, words
+
+import tinykv_plugin as tinykv
 
 Serve = Callable[..., Server]
 Stock = Callable[..., Server]
@@ -87,6 +90,27 @@ def test_draft_model(serve: Serve, stock: Stock, model_dir: Callable[..., Path])
         assert ours.complete(prompt) == ours.complete(prompt) == expected
     assert ours.metric("tinykv_prompt_tokens_total", source="reused") == sum(len(p.split()) - 1 for p in PROMPTS)
     assert set(ours.stats()["pools"]) == {"main", "draft"}
+
+
+def test_r40_a_hybrid_model_with_a_draft_model(serve: Serve, stock: Stock, model_dir: Callable[..., Path]) -> None:
+    """Stock refuses the first request."""
+    draft = str(model_dir("llama", num_hidden_layers=2, seed=5))
+    ours, theirs = serve("qwen3_next", draft_model=draft), stock("qwen3_next")
+    for prompt in PROMPTS:
+        assert ours.complete(prompt) == theirs.complete(prompt)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_r48_quantized_pages(serve: Serve, together: Callable[..., list[Any]], model_dir: Any, kind: str) -> None:
+    """Together and with stored prompts, the texts are those of each request alone."""
+    folder = model_dir(kind, head_dim=32)
+    model, tokenizer = mlx_lm.load(str(folder))
+    with tinykv.attach(model, bits=8):
+        alone = [mlx_lm.generate(model, tokenizer, prompt, max_tokens=24) for prompt in PROMPTS]
+    server = serve(kind, folder=folder, bits=8)
+    assert together(server.complete, PROMPTS) == alone
+    assert together(server.complete, PROMPTS) == alone
+    assert server.metric("tinykv_prompt_tokens_total", source="reused") > 0
 
 
 def test_usage(serve: Serve) -> None:

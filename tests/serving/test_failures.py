@@ -156,6 +156,18 @@ def test_nonsense_is_answered_and_the_server_goes_on(serve: Serve) -> None:
         assert json.loads(server.get("/health")) == {"status": "ok"}
 
 
+def test_what_is_wrong_with_a_prompt_is_said(serve: Serve) -> None:
+    server = serve()
+    _, answer = post(
+        server, {"messages": [{"role": "user", "content": "w1"}], "chat_template_kwargs": 3}, "/v1/chat/completions"
+    )
+    assert answer["error"]["message"].startswith("the prompt can't be tokenized: ")
+    _, answer = post(server, {"prompt": ""})
+    assert answer["error"]["message"] == "the prompt is empty: it has to have a token at least"
+    _, answer = post(server, {"prompt": "w1", "logit_bias": {"5000": 1}})
+    assert answer["error"]["message"] == "logit_bias: the model has 97 tokens, not 5000"
+
+
 def test_without_a_model_requests_say_why(serve: Serve, tmp_path: Path) -> None:
     server = serve(folder=tmp_path / "absent")
     with pytest.raises(Exception, match="503"):

@@ -173,6 +173,13 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         """Requests whose prompt is being processed or whose answer is being generated."""
         return len(self._prompt_batch) + len(self._generation_batch)
 
+    def sequences(self) -> dict[int, PagedSequence]:
+        """The page tables of the requests that run, by uid, as they are between two steps."""
+        found: dict[int, PagedSequence] = {}
+        for batch in (self._prompt_batch, self._generation_batch):
+            found |= zip(batch.uids, rows_of(batch.prompt_cache) or [], strict=False)
+        return found
+
     # One step -----------------------------------------------------------------------------------------------------
 
     def _next(self) -> tuple[list[Any], list[Any]]:
@@ -381,6 +388,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             self._fail([youngest], error, out)
             return
         self.counts.preempted += 1
+        log.info("request %d gives its pages up, to be computed again: %s", youngest, error)
         if youngest in self._generation_batch.uids:
             self._preempt_generating(self._generation_batch.uids.index(youngest), out)
         else:
@@ -520,7 +528,9 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             cache = list(cache)
             adopt(cache, self._kv)
         elif row.session is not self._session:
-            raise CacheStateError("a prompt cache belongs to another model or attachment")
+            raise CacheStateError(
+                "a prompt cache belongs to another model or attachment; make it with this model's make_prompt_cache"
+            )
         return cache
 
 

@@ -14,6 +14,7 @@ class GroupSize:
     """One cache group. ``page_bytes`` of one page over all its layers, ``page_limit`` of its pages by the budget.
 
     ``held`` tokens are kept of a long sequence: those of the window and those kept for a rewind (None: all).
+    ``model_token_bytes`` is what a token takes in the model's own dtype (None: as in the pages).
     """
 
     window: int | None
@@ -21,9 +22,11 @@ class GroupSize:
     page_size: int
     page_bytes: int
     page_limit: int
+    model_token_bytes: int | None = None
 
     @property
     def token_bytes(self) -> float:
+        """Bytes of a token over all layers of the group."""
         return self.page_bytes / self.page_size
 
     def pages(self, tokens: int) -> int:
@@ -35,7 +38,8 @@ class GroupSize:
     def stock_bytes(self, tokens: int) -> float:
         """Bytes that mlx-lm's KVCache, or RotatingKVCache for a window, holds for these layers."""
         stepped = -(-tokens // STOCK_STEP) * STOCK_STEP
-        return self.token_bytes * (stepped if self.window is None else min(stepped, self.window))
+        token_bytes = self.token_bytes if self.model_token_bytes is None else self.model_token_bytes
+        return token_bytes * (stepped if self.window is None else min(stepped, self.window))
 
 
 def request_bytes(groups: Sequence[GroupSize], tokens: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +12,13 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from ..config import KVCacheConfig
+from ..labels import model_label
 from ..units import format_bytes
 from .console import console, log_to_stderr
 from .failures import FAILED, CommandError
-from .flags import flags_help, take_kv_flags
+from .flags import take_kv_flags
 from .forward import check_plugins
-from .models import model_label
+from .parser import command_parser, positive
 
 if TYPE_CHECKING:
     from ..demo.run import Comparison
@@ -29,16 +29,13 @@ MAX_TOKENS = 48
 def demo(argv: Sequence[str]) -> int:
     """Run the demonstration; 1 if a token differs between dense and paged."""
     fields, rest = take_kv_flags(argv)
-    parser = argparse.ArgumentParser(
-        prog="tinykv demo",
-        description="Run a small model with mlx-lm's own caches and with paged ones, and compare. Fetches the model "
+    parser = command_parser(
+        "demo",
+        "Run a small model with mlx-lm's own caches and with paged ones, and compare. Fetches the model "
         "(93 MB) the first time.",
-        epilog=flags_help(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--model", metavar="PATH", type=Path, help="use this local folder; nothing is fetched")
-    parser.add_argument("--max-tokens", type=_positive, default=MAX_TOKENS, help="tokens per prompt (%(default)s)")
+    parser.add_argument("--max-tokens", type=positive, default=MAX_TOKENS, help="tokens per prompt (%(default)s)")
     options = parser.parse_args(rest)
     config = KVCacheConfig(**fields)
     with log_to_stderr(verbose=config.verbose):
@@ -47,7 +44,7 @@ def demo(argv: Sequence[str]) -> int:
         from ..demo.run import compare, tokens_to_do
 
         folder = fetch_model() if options.model is None else options.model
-        model, tokenizer = _load(folder)
+        model, tokenizer = load_model(folder)
         with progress_bar() as progress:
             task = progress.add_task("generating", total=tokens_to_do(options.max_tokens))
             comparisons = compare(
@@ -117,7 +114,8 @@ def _speeds(comparison: Comparison, name: str) -> tuple[str, str]:
     return f"{getattr(comparison.dense, name):.1f}", f"{getattr(comparison.paged, name):.1f}"
 
 
-def _load(folder: Path) -> tuple[Any, Any]:
+def load_model(folder: Path) -> tuple[Any, Any]:
+    """A model and its tokenizer. Raises CommandError if they can't be loaded."""
     if not folder.is_dir():
         raise CommandError(f"{folder} is no folder; --model takes the folder of a model in mlx-lm's format")
     from mlx_lm import load
@@ -127,10 +125,3 @@ def _load(folder: Path) -> tuple[Any, Any]:
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CommandError(f"the model in {folder} can't be loaded: {type(error).__name__}: {error}") from error
     return loaded[0], loaded[1]
-
-
-def _positive(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return count

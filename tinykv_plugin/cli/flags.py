@@ -11,8 +11,8 @@ from .failures import UsageError, did_you_mean
 
 PREFIX = "--kv-"
 NEGATED_PREFIX = "--no-kv-"
-MLX_LM_FLAGS = ("--kv-bits", "--kv-group-size")
-"""mlx-lm's own flags that begin like ours; they stay in the command line."""
+MLX_LM_FIELDS = ("bits", "group_size")
+"""Settings whose flags mlx-lm has too: with its own caches they are given back to it."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ def take_kv_flags(argv: Sequence[str], *, leading: bool = False) -> tuple[dict[s
         name, equals, value = argument.partition("=")
         flag = known.get(name)
         if flag is None:
-            if argument == "--" or (leading and not _looks_like_ours(argument, name)):
+            if argument == "--" or (leading and not _looks_like_ours(argument)):
                 return fields, [*rest, argument, *remaining]
-            if _looks_like_ours(argument, name):
-                raise UsageError(f"{name} is not known{did_you_mean(name, [*known, *MLX_LM_FLAGS])}")
+            if _looks_like_ours(argument):
+                raise UsageError(f"{name} is not known{did_you_mean(name, [*known])}")
             rest.append(argument)
         elif flag.constant is not None:
             if equals:
@@ -71,9 +71,9 @@ def take_kv_flags(argv: Sequence[str], *, leading: bool = False) -> tuple[dict[s
     return fields, rest
 
 
-def _looks_like_ours(argument: str, name: str) -> bool:
+def _looks_like_ours(argument: str) -> bool:
     """Whether argparse would see an option here that belongs to nobody but us; text with a space is a value to it."""
-    return argument.startswith((PREFIX, NEGATED_PREFIX)) and name not in MLX_LM_FLAGS and " " not in argument
+    return argument.startswith((PREFIX, NEGATED_PREFIX)) and " " not in argument
 
 
 def _opposite(flag: KVFlag) -> str:

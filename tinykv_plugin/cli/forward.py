@@ -9,7 +9,7 @@ from typing import cast
 from ..config import KVCacheConfig
 from .console import console, log_to_stderr
 from .failures import UsageError
-from .flags import flags_help, take_kv_flags
+from .flags import MLX_LM_FIELDS, PREFIX, flags_help, take_kv_flags
 from .launched import divided
 from .mlx_lm_commands import WITH_MAX_KV_SIZE, MlxLmCommand
 from .models import DENSE, AttachedModels
@@ -20,6 +20,7 @@ from .stored_prompts import stored_prompts
 
 MAX_KV_SIZE = "--max-kv-size"
 SHORTEST_MAX_KV_SIZE = "--max-k"
+QUANTIZED_START = "--quantized-kv-start"
 
 
 def forward(command: MlxLmCommand, argv: Sequence[str]) -> int:
@@ -33,7 +34,8 @@ def forward(command: MlxLmCommand, argv: Sequence[str]) -> int:
     if asks_for_help(rest):
         return _help(command, rest)
     config, rest = _configuration(command, fields, rest)
-    _refuse_quantized_pages(config, rest)
+    if config.cache != DENSE:
+        _require_quantized_from_the_start(rest)
     with log_to_stderr(verbose=config.verbose):
         check_plugins(config)
         with (
@@ -55,9 +57,14 @@ def _configuration(
 ) -> tuple[KVCacheConfig, list[str]]:
     """The settings, and the arguments for mlx-lm.
 
-    mlx-lm's own ``--max-kv-size`` is a flag of ours too. If ours is given as well, it counts and mlx-lm's is taken out:
-    it would be what a cache is asked for.
+    Flags for quantized K/V that mlx-lm has as well are given to it where it makes the caches. mlx-lm's own
+    ``--max-kv-size`` is a flag of ours too. If ours is given as well, it counts and mlx-lm's is taken out: it would be
+    what a cache is asked for.
     """
+    shared = {field: fields[field] for field in MLX_LM_FIELDS if field in fields}
+    own = {field: value for field, value in fields.items() if field not in shared}
+    if shared and KVCacheConfig(**own).cache == DENSE:
+        fields, rest = own, [*rest, *(f"{PREFIX}{field.replace('_', '-')}={value}" for field, value in shared.items())]
     config = KVCacheConfig(**fields)
     if command.name not in WITH_MAX_KV_SIZE or config.cache == DENSE:
         return config, rest
@@ -125,12 +132,11 @@ def take_max_kv_size(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     return found, others
 
 
-def _refuse_quantized_pages(config: KVCacheConfig, argv: Sequence[str]) -> None:
-    # mlx-lm quantizes only caches that have a method for it; paged ones have none, so it would do nothing, silently.
-    if config.cache == "paged" and any(argument.partition("=")[0] == "--kv-bits" for argument in argv):
-        raise UsageError(
-            "--kv-bits: quantized pages are not supported; use --kv-cache dense for mlx-lm's own quantized cache"
-        )
+def _require_quantized_from_the_start(argv: Sequence[str]) -> None:
+    for index, argument in enumerate(argv):
+        name, equals, value = argument.partition("=")
+        if name == QUANTIZED_START and (value if equals else "".join(argv[index + 1 : index + 2])) != "0":
+            raise UsageError(f"{QUANTIZED_START}: pages are quantized from the first token on; give 0, or leave it out")
 
 
 def _help(command: MlxLmCommand, argv: Sequence[str]) -> int:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ..config import KVCacheConfig
+from ..labels import model_label
 from ..protocols import LayerPlan
 from ..units import format_bytes
 from .capacity import GroupSize, longest_request, request_bytes, requests_that_fit, stock_request_bytes
 from .console import console, log_to_stderr
-from .failures import CommandError
-from .flags import flags_help, take_kv_flags
+from .fit import Machine, Stored, Wish, advice, fit_table, machine_line, memory, tokens
+from .flags import take_kv_flags
 from .forward import check_plugins
-from .models import model_label
+from .model_files import LazyModel, load_lazily
+from .parser import command_parser, positive
 
 if TYPE_CHECKING:
     from ..attachment import Attachment
@@ -29,53 +31,97 @@ CHAT_TOKENS = 4096
 
 
 def inspect(argv: Sequence[str]) -> int:
-    """Print the plan of a model in a local folder and its sizes."""
+    """Print the plan of a model and its sizes, and what would fit a machine."""
     fields, rest = take_kv_flags(argv)
-    parser = argparse.ArgumentParser(
-        prog="tinykv inspect",
-        description="Show how each layer of a model is served, and what fits the page budget. Reads no weights.",
-        epilog=flags_help(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("model", metavar="MODEL", type=Path, help="folder with config.json and *.safetensors")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run a model file that the folder brings")
-    options = parser.parse_args(rest)
+    options = _parser().parse_args(rest)
     config = KVCacheConfig(**fields)
     with log_to_stderr(verbose=config.verbose):
         check_plugins(config)
         from ..attachment import attach
 
-        with attach(load_lazily(options.model, options.trust_remote_code), config) as kv:
-            out = console()
-            out.print(plan_table(kv.plan, model_label(options.model)))
+        lazy = load_lazily(options.model, options.trust_remote_code)
+        out = console()
+        with attach(lazy.model, config) as kv:
+            out.print(plan_table(kv.plan, _label(options.model)))
             groups = group_sizes(kv)
-            if groups:
-                out.print(size_table(groups, kv.stats().bytes_total))
-            else:
+            if not groups:
                 out.print(f"no layer of this model is kept in pages of ours (cache: {escape(config.cache)})")
+                return 0
+            out.print(size_table(groups, kv.stats().bytes_total))
+        if any(value is not None for value in (options.memory, options.context, options.concurrency)):
+            wish = Wish(options.context or CHAT_TOKENS, options.concurrency or 1)
+            print_fit(out, lazy, ways_to_store(lazy, config, groups), wish, options.memory, config.page_size)
     return 0
 
 
-def load_lazily(folder: Path, trust_remote_code: bool) -> Any:
-    """The model in ``folder``, its weights not read from the disk. Raises CommandError if it can't be built."""
-    if not folder.is_dir():
-        raise CommandError(f"{folder} is no folder; inspect takes the folder of a model in mlx-lm's format")
-    utils: Any = importlib.import_module("mlx_lm.utils")
-    try:
-        return utils.load_model(folder, lazy=True, trust_remote_code=trust_remote_code)[0]
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CommandError(f"the model in {folder} can't be loaded: {type(error).__name__}: {error}") from error
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser(
+        "inspect",
+        "Show how each layer of a model is served, what fits the page budget, and what would fit a Mac. "
+        "Reads no weights.",
+    )
+    parser.add_argument("model", metavar="MODEL", type=Path, help="a model's folder, or its config.json alone")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run a model file that the folder brings")
+    wish = parser.add_argument_group("what would fit", "Any of these shows a table over page sizes.")
+    wish.add_argument("--memory", metavar="SIZE", type=memory, help="memory of a Mac, such as 36GiB (this machine's)")
+    wish.add_argument(
+        "--context", metavar="TOKENS", type=tokens, help=f"tokens of a request, such as 32k ({CHAT_TOKENS})"
+    )
+    wish.add_argument("--concurrency", metavar="N", type=positive, help="requests at once (1)")
+    return parser
+
+
+def print_fit(
+    out: Console, lazy: LazyModel, stored: Sequence[Stored], wish: Wish, memory: int | None, page_size: int
+) -> None:
+    """What of ``wish`` fits a Mac with ``memory`` bytes, or this machine."""
+    machine = Machine.mac(memory) if memory is not None else _this_machine()
+    left = machine.left_for_kv(lazy.weights)
+    out.print(machine_line(machine, lazy.weights, left))
+    out.print(fit_table(stored, wish, left))
+    out.print(advice(stored, wish, left, page_size), soft_wrap=True)
+    if lazy.context is not None and wish.context > lazy.context:
+        out.print(f"the model was made for contexts of {lazy.context:,} tokens")
+
+
+def ways_to_store(lazy: LazyModel, config: KVCacheConfig, groups: Sequence[GroupSize]) -> list[Stored]:
+    """The model's own dtype, then fewer bits where the settings know them."""
+    from ..attachment import attach
+
+    chosen = config.model_dump()
+    wanted = [None, 8, 4] if "bits" in chosen else [None]
+    ways = []
+    for bits in wanted:
+        name = "the model's dtype" if bits is None else f"{bits} bits"
+        if chosen.get("bits") == bits:
+            ways.append(Stored(name, groups))
+            continue
+        with attach(lazy.model, KVCacheConfig(**{**chosen, "bits": bits})) as kv:
+            ways.append(Stored(name, group_sizes(kv)))
+    return ways
+
+
+def _this_machine() -> Machine:
+    from ..device import device_memory, physical_memory
+
+    return Machine(physical_memory(), device_memory())
+
+
+def _label(path: Path) -> str:
+    return model_label(path if path.is_dir() else path.resolve().parent)
 
 
 def plan_table(plan: Sequence[LayerPlan], label: str) -> Table:
     """The plan, neighbouring layers that are served alike in one row."""
-    table = Table("layers", "kind", "window", "attention", "backend", "reason", title=label, title_justify="left")
-    alike = groupby(plan, key=lambda line: (line.kind, line.window, line.attention, line.backend, line.reason))
-    for (kind, window, attention, backend, reason), lines in alike:
+    columns = ("layers", "kind", "window", "stored as", "attention", "backend", "reason")
+    table = Table(*columns, title=label, title_justify="left")
+    alike = groupby(
+        plan, key=lambda line: (line.kind, line.window, line.storage, line.attention, line.backend, line.reason)
+    )
+    for (kind, window, storage, attention, backend, reason), lines in alike:
         numbers = [line.layer for line in lines]
         layers = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
-        cells = (layers, kind, "" if window is None else f"{window:,}", attention, backend, reason)
+        cells = (layers, kind, "" if window is None else f"{window:,}", storage, attention, backend, reason)
         table.add_row(*map(escape, cells))
     return table
 
@@ -91,7 +137,9 @@ def group_sizes(kv: Attachment) -> list[GroupSize]:
         elif config.max_kv_size is not None:
             # The first tokens, which stay, take a page of their own.
             held = config.max_kv_size + config.rewind + group.page_size
-        sizes.append(GroupSize(group.window, held, group.page_size, group.page_bytes, group.page_limit))
+        sizes.append(
+            GroupSize(group.window, held, group.page_size, group.page_bytes, group.page_limit, group.model_token_bytes)
+        )
     return sizes
 
 

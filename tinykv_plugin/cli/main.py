@@ -19,9 +19,12 @@ from .mlx_lm_commands import mlx_lm_commands
 OWN_COMMANDS = {
     "run": "run your own Python program with paged caches",
     "demo": "fetch a small model and run it dense and paged, side by side",
+    "bench": "measure stock mlx-lm and paged caches on this machine",
     "inspect": "show how a model's layers are served and what fits the budget",
     "plugins": "list the installed plugins",
     "selftest": "compare and time attention backends on this device",
+    "top": "show what a running tinykv server is doing",
+    "completion": "print a completion script for bash, zsh or fish",
 }
 
 
@@ -101,6 +104,6 @@ def help_text() -> str:
     lines += ["mlx-lm with its KV cache in pages.", ""]
     lines += ["commands of mlx-lm, with paged caches:", f"  {paged}", ""]
     lines += ["commands of mlx-lm, as they are:", f"  {others}", ""]
-    lines += ["commands of tinykv:", *(f"  {name:<10}{text}" for name, text in OWN_COMMANDS.items()), ""]
+    lines += ["commands of tinykv:", *(f"  {name:<12}{text}" for name, text in OWN_COMMANDS.items()), ""]
     lines += ["tinykv COMMAND --help shows what a command takes.", "", flags_help()]
     return "\n".join(lines)

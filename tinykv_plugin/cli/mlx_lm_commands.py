@@ -26,6 +26,7 @@ class MlxLmCommand:
 
     @property
     def keeps_kv(self) -> bool:
+        """Whether the command keeps K/V between two calls of the model."""
         return self.name not in WITHOUT_KV_CACHE
 
     def load(self) -> object:

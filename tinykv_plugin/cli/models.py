@@ -11,6 +11,8 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..labels import model_label
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -86,7 +88,9 @@ class AttachedModels:
     def _attach(self, model: Any, path: Path) -> None:
         from ..attachment import attach
 
-        self._held.append(_Held(model_label(path), attach(model, self.config)))
+        # The setting `memory` is for the command: a draft model takes its pages from its target's budget.
+        first = self._held[0].kv if self._held else None
+        self._held.append(_Held(model_label(path), attach(model, self.config, budget_of=first)))
 
     def _let_go_of_dropped(self) -> None:
         """Drop attachments that nothing but this object keeps alive, and keep their reports."""
@@ -109,10 +113,3 @@ def _report(held: _Held) -> ModelReport:
 
 def _used(kv: Attachment) -> bool:
     return kv.stats().peak_pages_used > 0
-
-
-def model_label(path: Path) -> str:
-    """A short name for the folder of a model: ``owner/name`` inside Hugging Face's cache, else the folder's name."""
-    if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
-        return path.parent.parent.name.removeprefix("models--").replace("--", "/")
-    return path.name or str(path)

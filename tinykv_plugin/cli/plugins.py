@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from rich.markup import escape
@@ -10,16 +9,13 @@ from rich.table import Table
 
 from ..manager import ENTRY_POINT_GROUP, PluginInfo, default_manager
 from .console import console
+from .parser import command_parser
 
 
 def plugins(argv: Sequence[str]) -> int:
     """Print the table of plugins; broken ones are no failure of this command."""
-    parser = argparse.ArgumentParser(
-        prog="tinykv plugins",
-        description=f"List the plugins found in the entry-point group {ENTRY_POINT_GROUP}.",
-        allow_abbrev=False,
-    )
-    parser.parse_args(argv)
+    description = f"List the plugins found in the entry-point group {ENTRY_POINT_GROUP}."
+    command_parser("plugins", description, kv_flags=False).parse_args(argv)
     found = default_manager().plugins
     if found:
         console().print(plugins_table(found))

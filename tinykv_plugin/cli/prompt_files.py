@@ -55,5 +55,7 @@ def paged_prompt_files(models: AttachedModels) -> Iterator[None]:
         replaced(cache_prompt, "save_prompt_cache", save_prompt_cache),
         replaced(generate, "load_prompt_cache", load_prompt_cache),
         replaced(generate, "load", load),
+        # mlx-lm would compare the file's format with flags that it isn't given; pages compare it with their own.
+        replaced(generate, "QuantizedKVCache", PagedKVCache),
     ):
         yield

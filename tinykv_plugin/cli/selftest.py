@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +13,9 @@ from rich.table import Table
 from ..config import KVCacheConfig
 from .console import console, log_to_stderr
 from .failures import FAILED
-from .flags import flags_help, take_kv_flags
+from .flags import take_kv_flags
 from .forward import check_plugins
+from .parser import command_parser, positive
 from .version import version_lines
 
 if TYPE_CHECKING:
@@ -29,14 +29,11 @@ QUERY_LENS = (1, 4)
 def selftest(argv: Sequence[str]) -> int:
     """Compare and time; 1 if a backend that serves here gives wrong numbers."""
     fields, rest = take_kv_flags(argv)
-    parser = argparse.ArgumentParser(
-        prog="tinykv selftest",
-        description="Compare the backends that read pages directly with gather on this device, and time a decode "
+    parser = command_parser(
+        "selftest",
+        "Compare the backends that read pages directly with gather on this device, and time a decode "
         "step's attention. What passed serves without a test of its own from then on, and gather serves the lengths "
         "at which it was faster.",
-        epilog=flags_help(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "model",
@@ -46,9 +43,9 @@ def selftest(argv: Sequence[str]) -> int:
         help="folder of a model, for its kinds of calls; reads no weights",
     )
     parser.add_argument(
-        "--contexts", type=_positive, nargs="+", default=[1024, 4096, 16384], help="tokens a row to time"
+        "--contexts", type=positive, nargs="+", default=[1024, 4096, 16384], help="tokens a row to time"
     )
-    parser.add_argument("--batches", type=_positive, nargs="+", default=[1, 8], help="rows to time")
+    parser.add_argument("--batches", type=positive, nargs="+", default=[1, 8], help="rows to time")
     options = parser.parse_args(rest)
     config = KVCacheConfig(**fields)
     with log_to_stderr(verbose=config.verbose):
@@ -165,10 +162,10 @@ def _requests(config: KVCacheConfig, model: Path | None) -> list[AttentionReques
 def _requests_of_model(config: KVCacheConfig, model: Path) -> list[AttentionRequest]:
     from ..attachment import attach
     from ..session import KEPT_TOKENS, PagedSession
-    from .inspect import load_lazily
+    from .model_files import load_lazily
 
     found = []
-    with attach(load_lazily(model, trust_remote_code=False), config) as kv:
+    with attach(load_lazily(model, trust_remote_code=False).model, config) as kv:
         layers = kv.session.layers if isinstance(kv.session, PagedSession) else ()
         for request in (layer.request for layer in layers):
             if request is None:
@@ -177,10 +174,3 @@ def _requests_of_model(config: KVCacheConfig, model: Path) -> list[AttentionRequ
                 request = dataclasses.replace(request, window=config.max_kv_size, keep=KEPT_TOKENS)
             found.append(request)
     return found
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 1")
-    return value

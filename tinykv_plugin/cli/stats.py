@@ -29,6 +29,7 @@ def stats_table(report: ModelReport) -> Table:
     table.add_column("value")
     table.add_row("pages", f"{stats.pages_used} used of {stats.pages_total} (peak {stats.peak_pages_used})")
     table.add_row("bytes", f"{format_bytes(stats.bytes_reserved)} reserved, {format_bytes(stats.bytes_used)} used")
+    table.add_row("a token", f"{format_bytes(stats.bytes_per_token)} ({describe_storage(report.plan)})")
     table.add_row(
         "waste", f"{stats.waste:.1%} of the slots in {'used' if stats.slots_used else 'freed'} pages held no token"
     )
@@ -45,6 +46,11 @@ def describe_layers(plan: Sequence[LayerPlan]) -> str:
     """How many layers there are of each kind, e.g. ``"24 full (direct, cpu), 4 window (gather)"``."""
     kinds = Counter((layer.kind, _reader(layer)) for layer in plan)
     return ", ".join(f"{count} {kind} ({reader})" for (kind, reader), count in kinds.items())
+
+
+def describe_storage(plan: Sequence[LayerPlan]) -> str:
+    """How K and V are stored, e.g. ``"8 bits in groups of 64"``."""
+    return "; ".join(sorted({layer.storage for layer in plan if layer.storage})) or "no pages"
 
 
 def _reader(layer: LayerPlan) -> str:

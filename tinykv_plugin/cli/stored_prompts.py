@@ -47,6 +47,10 @@ class _StoredSteps:
 
     def drafted(self, original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         """``speculative_generate_step``."""
+        from ..attachment import is_paged
+        from ..drafts import HANDLES_PAGES, drafting
+
+        original = drafting(original, is_paged)
 
         def speculative_generate_step(
             prompt: Any, model: Any, draft_model: Any, *args: Any, **options: Any
@@ -56,6 +60,7 @@ class _StoredSteps:
 
             return self._run(prompt, [model, draft_model], start, options)
 
+        setattr(speculative_generate_step, HANDLES_PAGES, True)  # attaching doesn't wrap it once more
         return speculative_generate_step
 
     def _run(
@@ -85,11 +90,13 @@ class _StoredSteps:
         else:
             yield from start(prompt, **changed)
             return
+        steps: Any = start(rest, **changed)
         try:
-            for step in start(rest, **changed):
+            for step in steps:
                 tokens.append(int(step[0]))
                 yield step
         finally:
+            steps.close()  # takes drafts back
             store.insert_cache(None, tokens, cache)
             # The caller's list, which its next turn comes with.
             self._cache, self._tokens = given, tokens[: min(_offsets(cache), default=0)]

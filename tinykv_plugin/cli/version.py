@@ -8,6 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 from .. import __version__
 from ..blas import blas_report
+from ..config import KVCacheConfig
+from ..errors import ConfigError
+from ..units import format_bytes
 
 
 def version_lines() -> Iterator[str]:
@@ -18,7 +21,10 @@ def version_lines() -> Iterator[str]:
     yield f"python: {platform.python_version()} ({platform.python_implementation()})"
     yield f"platform: {platform.platform()}"
     yield f"device: {_device()}"
+    yield f"memory: {_memory()}"
     yield f"backends: {_backends()}"
+    yield f"other plugins: {_other_plugins()}"
+    yield f"settings: {_settings()}"
     report = blas_report()
     yield f"blas: {report.name} ({report.reason})"
 
@@ -39,6 +45,41 @@ def _device() -> str:
     kind = "gpu" if device == mx.gpu else "cpu"
     name = mx.device_info().get("device_name", "")
     return f"{kind}, {name}" if name else kind
+
+
+def _memory() -> str:
+    try:
+        from ..device import device_memory, physical_memory
+    except ImportError:
+        return "unknown"
+    return f"{format_bytes(physical_memory())}, for a model {format_bytes(device_memory())}"
+
+
+def _settings() -> str:
+    """Those that the environment and tinykv.toml set."""
+    try:
+        config = KVCacheConfig()
+    except ConfigError as error:
+        return str(error)
+    changed = {
+        name: getattr(config, name)
+        for name, field in KVCacheConfig.model_fields.items()
+        if getattr(config, name) != field.default
+    }
+    return ", ".join(f"{name} = {value}" for name, value in changed.items()) or "the defaults"
+
+
+def _other_plugins() -> str:
+    """Plugins of other distributions, and why one is out of use."""
+    from ..manager import OWN_DISTRIBUTION, default_manager
+
+    found = []
+    for info in default_manager().plugins:
+        if info.problem:
+            found.append(f"{info.name} ({info.distribution} {info.version}, out of use: {info.problem})")
+        elif info.distribution != OWN_DISTRIBUTION:
+            found.append(f"{info.name} ({info.distribution} {info.version})")
+    return ", ".join(found) or "none"
 
 
 def _backends() -> str:

@@ -43,14 +43,17 @@ class Run:
 
     @property
     def generated(self) -> int:
+        """Tokens generated for all prompts."""
         return sum(len(tokens) for tokens in self.tokens)
 
     @property
     def tokens_per_second(self) -> float:
+        """Generated tokens a second; 0 if nothing was measured."""
         return self.generated / self.seconds if self.seconds else 0.0
 
     @property
     def prompt_tokens_per_second(self) -> float:
+        """Prompt tokens a second; 0 if nothing was measured."""
         return self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else 0.0
 
 

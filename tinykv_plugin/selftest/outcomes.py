@@ -74,7 +74,12 @@ def kind_of(request: AttentionRequest) -> str:
     softcap = f", softcap {request.softcap:g}" if request.softcap is not None else ""
     dims = f"{request.key_dim}" if request.key_dim == request.value_dim else f"{request.key_dim}/{request.value_dim}"
     dtype = str(request.dtype).rsplit(".", 1)[-1]
+    packed = "".join(
+        f", {side} of {format_}"
+        for side, format_ in (("keys", request.keys), ("values", request.values))
+        if format_ is not None
+    )
     return (
         f"{request.query_heads}/{request.kv_heads} heads of {dims}, {dtype}, page size {request.page_size}, "
-        f"{request.query_len} new{window}{keep}{sinks}{mask}{softcap}"
+        f"{request.query_len} new{window}{keep}{sinks}{mask}{softcap}{packed}"
     )

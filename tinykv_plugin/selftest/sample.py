@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -43,8 +44,10 @@ class Sample:
 
     @property
     def spec(self) -> LayerSpec:
+        """The shapes of K and V."""
         request = self.request
-        return LayerSpec(request.kv_heads, request.key_dim, request.value_dim, request.dtype, request.dtype)
+        spec = LayerSpec(request.kv_heads, request.key_dim, request.value_dim, request.dtype, request.dtype)
+        return replace(spec, keys=request.keys, values=request.values)
 
     def tokens(self, which: int = 0) -> tuple[mx.array, mx.array]:
         """K and V of all rows, ``(batch, kv_heads, tokens, head_dim)``; another ``which`` gives others."""
@@ -56,7 +59,7 @@ class Sample:
         )
 
     def pages(self, backend: AttentionBackend, dtype: mx.Dtype | None = None) -> LayerPages:
-        """Empty pages, in ``dtype`` if not in the request's."""
+        """Empty pages; with ``dtype`` in that one, and not quantized."""
         spec = self.spec
         if dtype is not None:
             spec = LayerSpec(spec.kv_heads, spec.key_dim, spec.value_dim, dtype, dtype)
@@ -67,8 +70,11 @@ class Sample:
     def write(self, backend: AttentionBackend, pages: LayerPages, which: int = 0) -> None:
         """Put all tokens into ``pages``."""
         step = GroupStep(self._tables, self.contexts, self.contexts, max(self.contexts))
-        keys, values = (tensor.astype(pages.spec.dtype) for tensor in self.tokens(which))
-        backend.write(PagedKVMetadata(pages, step), keys, values)
+        stored = self.spec.encode(*self.tokens(which))
+        if pages.spec != self.spec:
+            # Full precision, to compare with: what the stored tokens stand for.
+            stored = self.spec.decode(*stored, pages.spec.dtype)
+        backend.write(PagedKVMetadata(pages, step), *stored)
 
     def attend(self, backend: AttentionBackend, pages: LayerPages) -> mx.array:
         """The call to compare, its result in the dtype of ``pages``."""

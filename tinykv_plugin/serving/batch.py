@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx_lm import server as mlx_server
@@ -14,6 +15,9 @@ from ..batching.generator import PagedBatchGenerator
 from .metrics import ServerMetrics
 from .prompt import Prompt
 from .ticket import Ticket
+
+if TYPE_CHECKING:
+    from ..sequence import PagedSequence
 
 log = logging.getLogger("tinykv")
 
@@ -80,6 +84,11 @@ class ServedBatch:
         # What was not stored is not wanted; there may be no next step to free its pages.
         generator._offers.withdraw()
         self.running = generator.running
+
+    def sequences(self) -> dict[int, weakref.ref[PagedSequence]]:
+        """The page tables of the requests that run, by the numbers of their tickets."""
+        found = self._generator.sequences().items()
+        return {self._rows[uid].ticket.number: weakref.ref(row) for uid, row in found if uid in self._rows}
 
     def unwanted(self) -> list[int]:
         """Requests that are over for their clients, but not here."""

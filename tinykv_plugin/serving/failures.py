@@ -10,6 +10,10 @@ from typing import Any
 from ..errors import OutOfPagesError, QueueFullError, RequestTooLargeError, TinyKVError
 
 
+class TooManyWatchersError(TinyKVError):
+    """As many watch the server's live view as it allows."""
+
+
 class InvalidRequestError(TinyKVError, ValueError):
     """A request can't be understood: its client has to change it."""
 
@@ -37,6 +41,8 @@ def failure_of(error: Exception, *, started: bool) -> Failure:
     """What to answer to a request that ended with ``error``; ``started`` says whether it had begun to run."""
     if isinstance(error, QueueFullError):
         return Failure(429, _body(error, "rate_limit_error"), {"Retry-After": str(error.retry_after)})
+    if isinstance(error, TooManyWatchersError):
+        return Failure(503, _body(error, "server_error"))
     too_large = isinstance(error, RequestTooLargeError) or (isinstance(error, OutOfPagesError) and not started)
     if too_large or isinstance(error, InvalidRequestError):
         return Failure(400, _body(error, "invalid_request_error"))

@@ -13,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from .client import Client, RequestFailed
 from .failures import failure_of
+from .live_page import live_page
 from .response_generator import PagedResponseGenerator
 
 log = logging.getLogger("tinykv")
@@ -21,7 +22,8 @@ log = logging.getLogger("tinykv")
 class PagedAPIHandler(APIHandler):  # type: ignore[misc]
     """Serves one connection. Every request gets an answer, and what its client doesn't wait for is cancelled.
 
-    Beside mlx-lm's paths there are ``GET /metrics``, for Prometheus, and ``GET /kv/stats``, the same as JSON.
+    Beside mlx-lm's paths there are ``GET /metrics``, for Prometheus, ``GET /kv/stats``, the same as JSON, and ``GET
+    /kv``, a page that shows it live, from the server-sent events of ``GET /kv/events``.
     """
 
     def __init__(self, response_generator: PagedResponseGenerator, *args: Any, **options: Any) -> None:
@@ -37,7 +39,12 @@ class PagedAPIHandler(APIHandler):  # type: ignore[misc]
 
     def do_GET(self) -> None:  # noqa: N802
         """Answer a question about the server."""
-        ours = {"/metrics": self._send_metrics, "/kv/stats": self._send_stats}
+        ours = {
+            "/metrics": self._send_metrics,
+            "/kv": self._send_page,
+            "/kv/events": self._send_events,
+            "/kv/stats": self._send_stats,
+        }
         theirs: Any = super().do_GET
         self._answer(ours.get(self.path.partition("?")[0], theirs))
 
@@ -88,13 +95,39 @@ class PagedAPIHandler(APIHandler):  # type: ignore[misc]
         told = {**dataclasses.asdict(state), "pools": pools, **generator.metrics.counts()}
         self._send(json.dumps(told).encode(), "application/json")
 
-    def _send(self, body: bytes, kind: str, status: int = 200, headers: dict[str, str] | None = None) -> None:
+    def _send_page(self) -> None:
+        page = live_page()
+        self._send(page.body, "text/html; charset=utf-8", headers=page.headers, shared=False)
+
+    def _send_events(self) -> None:
+        with self._client.generator.live.watch() as pictures:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            for picture in pictures:
+                if self._client.is_gone():
+                    return
+                if picture:
+                    self.wfile.write(b"data: " + picture + b"\n\n")
+                    self.wfile.flush()
+
+    def _send(
+        self,
+        body: bytes,
+        kind: str,
+        status: int = 200,
+        headers: dict[str, str] | None = None,
+        shared: bool = True,
+    ) -> None:
+        """Answer with ``body``; pages of other sites may read it if it is ``shared`` and mlx-lm's flags allow them."""
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         for name, value in (headers or {}).items():
             self.send_header(name, value)
-        self._set_cors_headers()
+        if shared:
+            self._set_cors_headers()
         self.end_headers()
         self.wfile.write(body)
         self.wfile.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -37,11 +38,17 @@ class WaitingLine:
         self._running: dict[Ticket, None] = {}
         self._starts: deque[float] = deque(maxlen=REMEMBERED_STARTS)
         self._closed = False
+        self._numbers = itertools.count(1)
 
     @property
     def alive(self) -> int:
         """Requests that have not ended."""
         return len(self._waiting) + len(self._running)
+
+    def tickets(self) -> list[Ticket]:
+        """The requests that have not ended: those that have started, then those that wait, each in order."""
+        with self._changed:
+            return [*self._running, *self._waiting]
 
     # Clients' threads -----------------------------------------------------------------------------------------------
 
@@ -70,7 +77,7 @@ class WaitingLine:
     def adopt(self, request: Any, args: Any) -> Ticket:
         """A ticket for a request that somebody else has let in."""
         with self._changed:
-            ticket = Ticket(self, request, args)
+            ticket = Ticket(self, next(self._numbers), request, args)
             self._waiting[ticket] = None
             return ticket
 

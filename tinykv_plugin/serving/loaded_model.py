@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from ..attachment import attachment_of
 from ..batching.admission import Admission
+from ..errors import OutOfPagesError, RequestTooLargeError
+from ..pool import Budget, PagePool, find_room
 from ..prefix_cache import PrefixCache
 from ..session import PagedSession
 
@@ -76,11 +80,19 @@ class LoadedModel:
         """
         if "draft" in self.sessions:
             tokens += drafted + 1
+        # A draft model shares its target's budget.
+        needs: dict[Budget, list[tuple[PagePool, int]]] = {}
         for session in self.sessions.values():
             admission = Admission(session, chunk)
             admission.require_possible(tokens, self.max_kv_size)
-            need = admission.footprint(tokens, self.max_kv_size)
-            admission.has_room(need, admission.nothing())
+            footprint = admission.footprint(tokens, self.max_kv_size)
+            needs.setdefault(session.budget, []).extend(zip(session.pools, footprint.pages, strict=True))
+        for budget, need in needs.items():
+            total = sum(count * pool.page_bytes for pool, count in need)
+            if total > budget.total:
+                raise RequestTooLargeError(tokens, sum(count for _, count in need), total, budget.total, "memory")
+            if need:
+                self._make_room(need)
 
     def held_bytes(self) -> int:
         """Bytes of all used pages, of requests and stored prompts, each once."""
@@ -90,6 +102,17 @@ class LoadedModel:
             with session.lock:
                 total += sum(pool.allocator.used * pool.page_bytes for pool in session.pools)
         return total
+
+    def _make_room(self, need: Sequence[tuple[PagePool, int]]) -> None:
+        """Have stored prompts give way to ``need`` pages of each pool, as far as they can."""
+        for session in self.sessions.values():
+            session.collect()
+        for session in self.sessions.values():
+            with session.lock, contextlib.suppress(OutOfPagesError):
+                session.prefix.with_room(
+                    lambda: find_room([pool for pool, _ in need], [count for _, count in need], last_try=False)
+                )
+                return
 
     def _look(self) -> None:
         """Note what was loaded. Its pools are planned here, in the thread that will use them."""

@@ -104,23 +104,41 @@ class ServerMetrics:
 
 
 class RequestMeter:
-    """Counts one request's tokens and times."""
+    """Counts one request's tokens and times; any thread may read.
+
+    ``arrived`` is a time of ``time.monotonic()``. ``computed`` prompt tokens were run, ``generated`` came out.
+    """
 
     def __init__(self, metrics: ServerMetrics) -> None:
         self._metrics = metrics
-        self._arrived = time.monotonic()
+        self.arrived = time.monotonic()
+        self.computed = 0
+        self.generated = 0
+        self._first_token: float | None = None
         self._last_token: float | None = None
-        self._computed = 0
         self._reused: int | None = None
+
+    @property
+    def reused(self) -> int:
+        """Prompt tokens that a stored prompt had."""
+        return self._reused or 0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """How fast it has been generating since its first token; None before the second one."""
+        first, last, generated = self._first_token, self._last_token, self.generated
+        if first is None or last is None or generated < 2 or last == first:
+            return None
+        return (generated - 1) / (last - first)
 
     def progress(self, done: int, total: int, prompt: int) -> None:
         """``done`` of the ``total`` tokens that have to be run were; the whole prompt has ``prompt`` tokens."""
         if self._reused is None:
             self._reused = prompt - total
             self._metrics._prompt_tokens.labels("reused").inc(self._reused)
-        if done > self._computed:
-            self._metrics._prompt_tokens.labels("computed").inc(done - self._computed)
-            self._computed = done
+        if done > self.computed:
+            self._metrics._prompt_tokens.labels("computed").inc(done - self.computed)
+            self.computed = done
 
     def token(self, prompt: int, reused: int) -> None:
         """A token was generated; with the first one, all of the prompt but the ``reused`` tokens has been run."""
@@ -128,10 +146,12 @@ class RequestMeter:
         if self._last_token is None:
             todo = prompt - (reused if self._reused is None else self._reused)
             self.progress(todo, todo, prompt)
-            self._metrics._first_token.observe(now - self._arrived)
+            self._metrics._first_token.observe(now - self.arrived)
+            self._first_token = now
         else:
             self._metrics._per_token.observe(now - self._last_token)
         self._last_token = now
+        self.generated += 1
         self._metrics._generated.inc()
 
 

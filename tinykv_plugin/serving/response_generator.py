@@ -14,6 +14,7 @@ from .alone import AloneResponses
 from .batch import ServedBatch
 from .failures import InvalidRequestError, without_traceback
 from .line import WaitingLine
+from .live import LiveView
 from .loaded_model import LoadedModel
 from .metrics import ServerMetrics, ServerState
 from .prompt import make_prompt
@@ -40,6 +41,7 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
         self._model = LoadedModel(model_provider)
         self._stored = prompt_cache
         self._limit: int | None = model_provider.cli_args.prompt_cache_bytes
+        self.live = LiveView(self.state, self.metrics.counts, self._line.tickets, lambda: self._model.sessions)
         self._stored.max_bytes = UNLIMITED if self._limit is None else self._limit
         self._stream: Any = None
         self._batch: ServedBatch | None = None
@@ -87,6 +89,7 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
     def stop_and_join(self) -> None:
         """End the thread; requests that wait or run are cancelled."""
         self._stop = True
+        self.live.close()
         self._line.close()
         super().stop_and_join()
 
@@ -128,6 +131,8 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
                 if not self._batch:
                     break
                 self._batch.step()
+            if self.live.watched:
+                self.live.note(self._batch.sequences() if self._batch is not None else {})
             self._keep_limit()
         self._line.publish(self._room)
 
@@ -221,7 +226,7 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
         except Exception as error:
             raise InvalidRequestError(f"the prompt can't be tokenized: {type(error).__name__}: {error}") from None
         if not tokenized[0]:
-            raise InvalidRequestError("the prompt is empty")
+            raise InvalidRequestError("the prompt is empty: it has to have a token at least")
         if self._alone is not None:
             tokens = len(tokenized[0]) + args.max_tokens
             chunk = self.cli_args.prefill_step_size

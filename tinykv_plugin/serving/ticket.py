@@ -31,10 +31,12 @@ class Ticket:
 
     The generation thread calls :meth:`put` with what mlx-lm's server puts there: a GenerationContext, progress tuples,
     Responses, and at the end None or an exception. The client's thread calls :meth:`open` and :meth:`cancel`. It
-    *starts* when its first token is run (``started``) and ends once, in one of the outcomes of the metrics.
+    *starts* when its first token is run (``started``) and ends once, in one of the outcomes of the metrics. ``number``
+    counts the requests of a server; ``meter`` knows how far this one is.
     """
 
-    def __init__(self, line: WaitingLine, request: Any, args: Any) -> None:
+    def __init__(self, line: WaitingLine, number: int, request: Any, args: Any) -> None:
+        self.number = number
         self.request = request
         self.args = args
         self.started = False
@@ -44,8 +46,13 @@ class Ticket:
         self._context_sent = False
         self._cancelled = False
         self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._meter = line.metrics.meter()
+        self.meter = line.metrics.meter()
         self._next_look = 0.0
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """How long its prompt is; None while that isn't known."""
+        return len(self._context.prompt) if self._context is not None else None
 
     # The generation thread ------------------------------------------------------------------------------------------
 
@@ -102,15 +109,15 @@ class Ticket:
             self._items.put(last)
 
     def _count(self, item: Any) -> None:
-        prompt = len(self._context.prompt) if self._context is not None else 0
+        prompt = self.prompt_tokens or 0
         if isinstance(item, tuple):
             done, total = item
-            self._meter.progress(done, total, prompt)
+            self.meter.progress(done, total, prompt)
             if not self._context_sent and self._context is not None:
                 # What was promised from the prompt cache may have been given up while it waited.
                 self._context.prompt_cache_count = prompt - total
         else:
-            self._meter.token(prompt, max(0, self._context.prompt_cache_count) if self._context is not None else 0)
+            self.meter.token(prompt, max(0, self._context.prompt_cache_count) if self._context is not None else 0)
 
     # The client's thread --------------------------------------------------------------------------------------------
 

@@ -1,0 +1,175 @@
+"""``tinykv bench``: what it measures, writes and compares."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import xml.dom.minidom
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinykv_plugin.bench import chart, results, suite
+from tinykv_plugin.bench.report import report
+
+Call = Callable[..., Any]
+
+TINY = suite.Plan((8, 24), 6, 1, (1, 2), 6, 6, 64)
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_llama: Call) -> dict[str, Any]:
+    said: list[str] = []
+    found = suite.run_suite(tiny_llama(), "tiny", TINY, said.append, {"page_size": 8})
+    assert len(said) == suite.steps(TINY)
+    loaded: dict[str, Any] = json.loads(json.dumps(found))
+    return loaded
+
+
+def test_everything_is_measured_in_every_way(measured: dict[str, Any]) -> None:
+    ways = measured["ways"]
+    assert ways[:2] == ["stock", "gather"]
+    assert {(row["way"], row["prompt"]) for row in measured["single"]} == {(way, n) for way in ways for n in (8, 24)}
+    assert {(row["way"], row["rows"]) for row in measured["batch"]} == {
+        (way, n) for way in ("stock", ways[-1]) for n in (1, 2)
+    }
+    assert set(measured["scenarios"]) == set(measured["memory"]) == {"a", "b", "c", "d"}
+    for samples in measured["memory"].values():
+        for line in samples.values():
+            times = [time for time, _ in line]
+            assert times == sorted(times)
+            assert max(size for _, size in line) > 0
+    assert measured["machine"]["mlx-lm"]
+    assert measured["settings"] == {"page_size": 8}
+    # 4 layers, 2 heads of 16 dimensions, float32, K and V.
+    assert measured["kv_bytes_per_token"] == 1024
+
+
+def test_answers_are_those_of_stock(measured: dict[str, Any]) -> None:
+    assert results.differing(measured) == []
+    other = copy.deepcopy(measured)
+    other["single"][-1]["equal"] = False
+    other["batch"][-1]["equal"] = False
+    other["scenarios"]["a"]["equal"] -= 1
+    assert results.differing(other) == [
+        f"prompt 24 ({measured['ways'][-1]})",
+        "batch of 2",
+        "prompts of very different lengths: 1 of 3",
+    ]
+
+
+def test_losing_cases_are_named(measured: dict[str, Any]) -> None:
+    slow = copy.deepcopy(measured)
+    for row in slow["single"]:
+        row["first_token_s"], row["tokens_per_s"] = (1.0, 10.0) if row["way"] == "stock" else (4.0, 20.0)
+    losing = results.losing(slow)
+    assert "gather: first token s of prompt 8: x0.25" in losing
+    assert not [line for line in losing if re.search(r"tokens/s of prompt \d", line)]
+
+
+@pytest.mark.parametrize(
+    ("quantity", "old", "new", "better"),
+    [("tokens/s", 10, 20, 2), ("first token s", 10, 20, 0.5), ("K/V peak MB", 10, 5, 2), ("tokens/s", 0, 5, 1)],
+)
+def test_a_gain_above_1_is_better(quantity: str, old: float, new: float, better: float) -> None:
+    assert results.gain(quantity, old, new) == better
+
+
+def test_two_runs_are_compared(measured: dict[str, Any], tinykv: Call, tmp_path: Path) -> None:
+    faster = copy.deepcopy(measured)
+    for row in faster["single"]:
+        row["tokens_per_s"] *= 2
+    faster["machine"]["device"] = "gpu, Another"
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, run in zip(paths, (measured, faster), strict=True):
+        path.write_text(json.dumps(run), encoding="utf-8")
+    done = tinykv("bench", "--compare", *map(str, paths))
+    assert done.code == 0, done.err
+    (line,) = (line for line in done.out.splitlines() if "prompt 24" in line and "tokens/s" in line and "stock" in line)
+    assert "x2.00" in line
+    assert f"not the same: device: {measured['machine']['device']} and gpu, Another" in done.out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}", "format None is not known; this tinykv reads results of format 1"),
+        ('{"format": 99}', "format 99 is not known"),
+        ("[1]", "format None is not known"),
+        ("oops", "can't be read as results of tinykv bench"),
+    ],
+)
+def test_what_is_no_result_is_one_line(tinykv: Call, tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text, encoding="utf-8")
+    done = tinykv("bench", "--compare", str(path), str(path))
+    assert done.code == 1
+    assert f"tinykv: error: {path}: " in done.err
+    assert said in done.err
+    assert "can't be read" in tinykv("bench", "--compare", str(tmp_path / "none"), str(path)).err
+
+
+def test_the_report_is_one_file_that_loads_nothing(measured: dict[str, Any]) -> None:
+    page = report(measured)
+    assert page.count("<svg ") == 4 + 3
+    for about in ("K/V memory: ", "Decode speed", "Time to the first token", "Throughput of a batch"):
+        assert f"<figcaption>{about}" in page
+    for part in page.split("<svg ")[1:]:
+        xml.dom.minidom.parseString("<svg " + part.split("</svg>")[0] + "</svg>")
+    assert "<script" not in page
+    assert "src=" not in page
+    assert "href=" not in page
+    assert page.replace("http://www.w3.org/2000/svg", "").count("http") == 0
+    assert "Every answer is the one of stock mlx-lm." in page
+
+
+def test_names_in_the_report_are_text(measured: dict[str, Any]) -> None:
+    page = report(measured | {"model": "<b>&"})
+    assert "<b>" not in page
+    assert "&lt;b&gt;&amp;" in page
+
+
+def test_the_command_writes_both_files(
+    tinykv: Call, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite, "QUICK", TINY)
+    done = tinykv(
+        "bench", "--model", str(tiny_model_dir), "--quick", "--output", str(tmp_path / "run"), "--kv-page-size=8"
+    )
+    assert done.code == 0, done.err
+    assert "every answer is the one of stock mlx-lm" in done.out
+    assert results.read(tmp_path / "run.json")["settings"] == {"page_size": "8"}
+    assert (tmp_path / "run.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert f"written: {tmp_path / 'run.json'}, {tmp_path / 'run.html'}" in done.out.replace("\n", "")
+
+
+def test_a_place_to_write_to_is_looked_at_first(tinykv: Call, tmp_path: Path) -> None:
+    done = tinykv("bench", "--output", str(tmp_path / "none" / "run"))
+    assert done.code == 1
+    assert f"--output {tmp_path / 'none' / 'run'}: there is no folder {tmp_path / 'none'}" in done.err
+
+
+@pytest.mark.parametrize(
+    ("top", "last"), [(1, 1), (7, 8), (0.03, 0.03), (99, 100), (101, 125), (12345, 12500), (2.5, 2.5)]
+)
+def test_ticks_are_round_and_few(top: float, last: float) -> None:
+    ticks = chart.nice_ticks(top)
+    assert ticks[0] == 0
+    assert ticks[-1] >= top
+    assert ticks[-1] == pytest.approx(last)
+    assert 2 <= len(ticks) <= chart.MOST_TICKS
+
+
+def test_points_are_where_their_values_are() -> None:
+    svg = chart.line_chart("t", "x", "y", {"a": [(1, 0), (2, 5), (4, 10)]}, logarithmic=True)
+    (points,) = [part.split('"')[0] for part in svg.split('points="')[1:]]
+    places = [tuple(map(float, point.split(","))) for point in points.split()]
+    (x1, y1), (x2, y2), (x3, y3) = places
+    assert x2 - x1 == pytest.approx(x3 - x2, abs=0.2)  # each twice the one before
+    assert y1 - y2 == pytest.approx(y2 - y3, abs=0.2)
+    assert y1 == chart.HEIGHT - chart.BOTTOM
+    assert y3 == chart.TOP
+    assert "nothing was measured" in chart.line_chart("t", "x", "y", {"a": []})

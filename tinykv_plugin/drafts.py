@@ -1,0 +1,76 @@
+"""Speculative decoding over paged caches: mlx-lm's loop, with rewinds that every kind of layer can make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import cache as mlx_cache
+
+from . import layout
+from .cache import PagedKVCache
+from .errors import DraftError
+from .rewinding import RewindingCache, RewindingModel
+
+HANDLES_PAGES = "handles_pages"
+"""Attribute of loops that need no wrapping by :func:`drafting`."""
+
+Loop = Callable[..., Iterator[tuple[int, mx.array, bool]]]
+
+
+def drafting(own_loop: Loop, is_paged: Callable[[Any], bool]) -> Loop:
+    """mlx-lm's ``speculative_generate_step``, ``own_loop``, for models of which one at least ``is_paged``.
+
+    Greedy tokens are those of the model alone, also with recurrent layers, whose state is put back, and with windows
+    of any length. The loop raises ConfigError if the setting ``rewind`` is too small for ``num_draft_tokens``, and
+    DraftError if a model's caches can't be rewound, both before anything is computed.
+    """
+    if getattr(own_loop, HANDLES_PAGES, False):
+        return own_loop
+
+    def speculative_generate_step(
+        prompt: mx.array,
+        model: Any,
+        draft_model: Any,
+        *args: Any,
+        num_draft_tokens: int = 2,
+        prompt_cache: list[Any] | None = None,
+        **options: Any,
+    ) -> Iterator[tuple[int, mx.array, bool]]:
+        options["num_draft_tokens"] = num_draft_tokens
+        if not is_paged(model) and not is_paged(draft_model):
+            yield from own_loop(prompt, model, draft_model, *args, prompt_cache=prompt_cache, **options)
+            return
+        models = model, draft_model
+        caches = _divided(prompt_cache, model, draft_model)
+        bits, group_size = options.pop("kv_bits", None), options.pop("kv_group_size", 64)
+        if bits is not None:
+            for leaf in layout.leaves([*caches[0], *caches[1]]):
+                if isinstance(leaf, PagedKVCache):
+                    leaf.to_quantized(group_size, bits)  # raises if its pages have another format
+        rewinding = [RewindingCache(part, num_draft_tokens, len(prompt)) for part in caches]
+        stand_ins = [RewindingModel(whole) for whole in models]
+        steps: Any = own_loop(prompt, *stand_ins, *args, prompt_cache=rewinding, **options)
+        try:
+            yield from steps
+        finally:
+            steps.close()
+            for part, whole in zip(rewinding, models, strict=True):
+                part.settle(whole)
+
+    setattr(speculative_generate_step, HANDLES_PAGES, True)
+    return speculative_generate_step
+
+
+def _divided(prompt_cache: list[Any] | None, model: Any, draft_model: Any) -> tuple[list[Any], list[Any]]:
+    """The caches of the model and of the draft model; new ones if there are none."""
+    own = mlx_cache.make_prompt_cache(model)
+    if prompt_cache is None:
+        return own, mlx_cache.make_prompt_cache(draft_model)
+    count = len(own)
+    if len(prompt_cache) <= count:
+        raise DraftError(
+            f"the prompt cache has {len(prompt_cache)} entries, the model's own {count}: the draft model's are missing"
+        )
+    return prompt_cache[:count], prompt_cache[count:]

@@ -1,0 +1,152 @@
+"""RewindingCache: a model's whole prompt cache that drafts can be taken back from, recurrent state included."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import cache as mlx_cache
+
+from .cache import PagedKVCache
+from .errors import ConfigError, DraftError
+from .layout import leaves
+
+REWINDABLE = (mlx_cache.KVCache, mlx_cache.QuantizedKVCache, mlx_cache.ConcatenateKVCache)
+"""mlx-lm's caches that keep every token: others say that they can be trimmed, and then read what they have dropped."""
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A forward pass: the position it began at, its tokens ``(1, count)``, and the recurrent states before it."""
+
+    start: int
+    tokens: mx.array
+    states: list[list[Any]]
+
+
+class RewindingCache:
+    """Stands for the list of a model's caches in mlx-lm's loop for drafts, as the one entry of a list.
+
+    K/V are taken back by trimming. Recurrent state can't be: it is noted before each pass (arrays are never changed in
+    place, so noting costs nothing), and a rewind goes back to a noted state and runs the tokens since then again,
+    together with those of the next pass. ``depth`` is how many tokens a rewind may take back.
+    """
+
+    def __init__(self, caches: Sequence[Any], depth: int, prompt_tokens: int) -> None:
+        self.caches = list(caches)
+        found = leaves(caches)
+        self._recurrent = [leaf for leaf in found if isinstance(leaf, mlx_cache.ArraysCache)]
+        self._kv = [leaf for leaf in found if not isinstance(leaf, mlx_cache.ArraysCache)]
+        self._rows = {id(leaf._row): leaf._row for leaf in found if isinstance(leaf, PagedKVCache)}
+        self._passes: deque[_Pass] = deque(maxlen=depth + 1)
+        self._position = 0
+        self._undone = 0
+        self._rewound = True  # there is no pass to take back
+        self._prompt_tokens = prompt_tokens
+        # A pass may run the drafts of the last one again before its own.
+        self._require_margin(2 * depth + 1 if self._recurrent else depth)
+
+    def run(self, model: Any, tokens: mx.array) -> mx.array:
+        """The logits ``(1, count, vocabulary)`` of ``tokens`` ``(1, count)`` behind what the caches hold."""
+        again = self._go_back()
+        count = 0 if again is None else again.shape[1]
+        inputs = tokens if again is None else mx.concatenate([again, tokens], axis=1)
+        for row in self._rows.values():
+            # All but the last token of the prompt are read as without drafts, in chunks.
+            row.stepwise = self._position + count >= self._prompt_tokens - 1
+        states = [list(leaf.cache) for leaf in self._recurrent]
+        try:
+            logits: mx.array = model(inputs, cache=self.caches)
+        except BaseException:
+            # The K/V of a pass that broke off are taken back by themselves.
+            self._put_back(states)
+            raise
+        if self._recurrent:
+            self._passes.append(_Pass(self._position, inputs, states))
+        self._position += inputs.shape[1]
+        self._rewound = False
+        return logits[:, count:]
+
+    def settle(self, model: Any) -> None:
+        """Leave the caches as after a plain run over the tokens that were kept."""
+        again = self._go_back()
+        if again is not None:
+            model(again, cache=self.caches)
+            mx.eval(self.state)
+        for row in self._rows.values():
+            row.stepwise = False
+
+    # What mlx-lm asks of a cache ------------------------------------------------------------------------------------
+
+    def is_trimmable(self) -> bool:
+        """Whether tokens can be taken back."""
+        return all(leaf.is_trimmable() for leaf in self._kv)
+
+    def trim(self, n: int) -> int:
+        """Take back the last ``n`` tokens, once after each pass: mlx-lm's loop asks again when it breaks off."""
+        if self._rewound:
+            return 0
+        self._rewound = True
+        if self._recurrent:
+            self._undone += n
+        else:
+            self._position -= n
+            for leaf in self._kv:
+                leaf.trim(n)
+        return n
+
+    @property
+    def state(self) -> list[Any]:
+        """The states of the caches it stands for."""
+        return [leaf.state for leaf in leaves(self.caches)]
+
+    def _go_back(self) -> mx.array | None:
+        """Undo what was trimmed; returns the tokens ``(1, count)`` that have to be run again, None if none do."""
+        if not self._undone:
+            return None
+        target = self._position - self._undone
+        self._undone = 0
+        noted = self._passes.pop()
+        while noted.start > target:
+            noted = self._passes.pop()
+        self._put_back(noted.states)
+        for leaf in self._kv:
+            leaf.trim(self._position - noted.start)
+        self._position = noted.start
+        return noted.tokens[:, : target - noted.start] if target > noted.start else None
+
+    def _put_back(self, states: list[list[Any]]) -> None:
+        for leaf, state in zip(self._recurrent, states, strict=True):
+            leaf.cache = state
+
+    def _require_margin(self, tokens: int) -> None:
+        for leaf in self._kv:
+            if isinstance(leaf, PagedKVCache):
+                retention = leaf._row.tables[leaf._layer.group].retention
+                if retention.window is not None and retention.rewind < tokens:
+                    raise ConfigError(
+                        "rewind",
+                        f"{retention.rewind} is too small for these drafts: layers with a window of "
+                        f"{retention.window} tokens must keep {tokens} more, to take them back (--kv-rewind {tokens})",
+                    )
+            elif type(leaf) not in REWINDABLE:
+                raise DraftError(
+                    f"drafts can't be used with this model: its {type(leaf).__name__} can't take tokens back; "
+                    f"leave the draft model out"
+                )
+
+
+class RewindingModel:
+    """Stands for a model in mlx-lm's loop for drafts: runs it on a :class:`RewindingCache`."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        # mlx-lm divides a list of caches by the number of layers.
+        self.layers = [None]
+
+    def __call__(self, tokens: mx.array, cache: list[RewindingCache]) -> mx.array:
+        """One forward pass, noted so that it can be taken back."""
+        return cache[0].run(self._model, tokens)
