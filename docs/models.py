@@ -31,12 +31,14 @@ the same model with mlx-lm's own caches, one request at a time, in float32.
 - **batch**: requests in a batch get what they get alone. In brackets: mlx-lm's own batch of the same prompts, unless
   that is equal too.
 - **drafts**: tokens can be taken back, so a draft model works.
+- **8 bits**: quantized pages (`bits=8`) give nearly the same probabilities; with heads of 32 elements, as mlx quantizes no
+  fewer together.
 - **saved**: prompt caches can be saved and loaded, in mlx-lm's format.
 - **limit**: `max_kv_size` bounds the layers with full attention.
 - **adapter**: who serves it. `general` serves every model without one of its own, see [Adapters](adapters.md).
 """
 
-COLUMNS = ("model file", "layers", "attention", "batch", "drafts", "saved", "limit", "adapter")
+COLUMNS = ("model file", "layers", "attention", "batch", "drafts", "8 bits", "saved", "limit", "adapter")
 
 
 def page(table: Mapping[str, Any]) -> str:
@@ -68,6 +70,7 @@ def row(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
         "<br>".join(found["attention"]) or "-",
         found["batch"] + stock(found["stock_batch"]),
         found["drafts"],
+        found["quantized"],
         found["save"],
         found["max_kv_size"],
         found["adapter"],

@@ -121,6 +121,23 @@ def max_kv_size(name: str, kv: tinykv.Attachment) -> str:
     return "yes"
 
 
+def quantized(name: str) -> str:
+    """Pages of 8-bit numbers: close to those of the model's dtype. "-" where nothing is in pages.
+
+    The first token only: what follows may differ, as it does with mlx-lm's own quantized cache.
+    """
+    model = registry.make(name, wide=True)
+    expected = run(model, PROMPTS[0], stock_caches(model), 1)
+    with tinykv.attach(model, attention="gather", page_size=4, bits=8) as kv:
+        if all(line.kind == "dense" for line in kv.plan):
+            return "-"
+        found = run(model, PROMPTS[0], kv.make_cache(), 1)
+        kv.check()
+    apart = float(np.abs(np.exp(found.logprobs) - np.exp(expected.logprobs)).max())
+    assert apart < 0.3, f"probabilities apart by {apart}"
+    return "yes"
+
+
 PATHS: dict[str, Callable[..., str]] = {
     "single": single,
     "chunks": chunks,

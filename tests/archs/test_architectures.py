@@ -9,7 +9,7 @@ import oracle
 import pytest
 from found import Found, layers_of
 from mlx_lm.generate import BatchGenerator
-from paths import PATHS, save
+from paths import PATHS, quantized, save
 from tiny import registry
 
 import tinykv_plugin as tinykv
@@ -44,6 +44,10 @@ def test_paged_caches_equal_mlx_lms_own(name: str, found: Found, tmp_path: Path,
                     failures[path] = f"{type(error).__name__}: {error}"
             else:
                 assert (name, path) not in CANNOT, f"{path} works after all"
+        try:
+            row["quantized"] = quantized(name)
+        except Exception as error:
+            failures["quantized"] = f"{type(error).__name__}: {error}"
         assert not failures, "\n".join(f"{path}: {failure}" for path, failure in failures.items())
     row["stock_batch"] = stock_batch(name)
     row["cannot"] = {path: reason for (model, path), reason in CANNOT.items() if model == name}

@@ -59,13 +59,15 @@ def module_of(name: str) -> Any:
     return importlib.import_module(f"mlx_lm.models.{name}")
 
 
-def make(name: str, seed: int = 3, **fields: Any) -> Any:
-    """A new model with random weights, ``fields`` of its configuration changed.
+def make(name: str, seed: int = 3, *, wide: bool = False, **fields: Any) -> Any:
+    """A new model with random weights, ``fields`` of its configuration changed; ``wide`` as :func:`widened`.
 
     The weights are perturbed, as fresh ones give nearly the same token everywhere.
     """
     module = module_of(name)
     config = {"model_type": name} | BASE | CONFIGS[name] | fields
+    if wide:
+        config = widened(config) | WIDE.get(name, {})
     mx.random.seed(seed)
     with _linear_layers(module):
         model = module.Model(module.ModelArgs.from_dict(config))
@@ -76,6 +78,46 @@ def make(name: str, seed: int = 3, **fields: Any) -> Any:
     mx.eval(model.parameters())
     model.eval()
     return model
+
+
+def _factors(count: int) -> Config:
+    return {"long_factor": [1.0] * count, "short_factor": [1.0] * count}
+
+
+# What grows in a wide model: mlx quantizes in groups of 32 elements at least.
+_WIDTHS = {
+    "block_dim": 2,
+    "d_model": 2,
+    "global_head_dim": 2,
+    "head_dim": 2,
+    "hidden_dim": 2,
+    "hidden_size": 2,
+    "hidden_size_per_head": 2,
+    "index_head_dim": 2,
+    "kv_channels": 2,
+    "kv_lora_rank": 2,
+    "model_dim": 2,
+    "n_embd": 2,
+    "qk_nope_head_dim": 2,
+    "qk_rope_head_dim": 4,
+    "swa_head_dim": 2,
+    "swa_v_head_dim": 2,
+    "v_head_dim": 2,
+}
+
+
+WIDE: dict[str, Config] = {
+    "minicpm3": {"rope_scaling": {**latent.CONFIGS["minicpm3"]["rope_scaling"], **_factors(16)}},
+    "phimoe": {"rope_scaling": {**experts.CONFIGS["phimoe"]["rope_scaling"], **_factors(16)}},
+}
+
+
+def widened(config: Config) -> Config:
+    """``config`` with heads of 32 elements at least."""
+    return {
+        key: widened(value) if isinstance(value, dict) else value * _WIDTHS.get(key, 1) if type(value) is int else value
+        for key, value in config.items()
+    }
 
 
 @functools.lru_cache(maxsize=2)
