@@ -31,8 +31,8 @@ the same model with mlx-lm's own caches, one request at a time, in float32.
 - **batch**: requests in a batch get what they get alone. In brackets: mlx-lm's own batch of the same prompts, unless
   that is equal too.
 - **drafts**: tokens can be taken back, so a draft model works.
-- **8 bits**: quantized pages (`bits=8`) give nearly the same probabilities; with heads of 32 elements, as mlx quantizes no
-  fewer together.
+- **8 bits**: quantized pages (`bits=8`) give nearly the same probabilities. These models have heads of 32 elements, as
+  mlx quantizes no fewer together.
 - **saved**: prompt caches can be saved and loaded, in mlx-lm's format.
 - **limit**: `max_kv_size` bounds the layers with full attention.
 - **adapter**: who serves it. `general` serves every model without one of its own, see [Adapters](adapters.md).
