@@ -35,7 +35,6 @@ class PackedKVCache:
 
     @property
     def state(self) -> list[Any]:
-        """What is saved: the packed arrays and how they are packed."""
         numbers = [number for packed in self.formats for number in _numbers(packed)]
         return [LAYOUT, self.offset, self.max_size or 0, self.keep, *numbers, list(self.keys), list(self.values)]
 

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from .pages import LayerSpec
     from .pool import PagePool
     from .sequence import PagedSequence
     from .session import PagedSession
@@ -82,14 +81,8 @@ def page_maps(
 def _storage(pool: PagePool) -> tuple[str, bool]:
     """How a pool's layers store K and V, and whether in fewer bits than the model makes them."""
     specs = [pages.spec for pages in pool.layers.values()]
-    names = dict.fromkeys(_stored_as(spec) for spec in specs)
-    quantized = any(getattr(spec, side, None) is not None for spec in specs for side in ("keys", "values"))
-    return "; ".join(names), quantized
-
-
-def _stored_as(spec: LayerSpec) -> str:
-    in_words = getattr(spec, "storage", None)
-    return str(in_words()) if in_words is not None else str(spec.dtype).removeprefix("mlx.core.")
+    names = dict.fromkeys(spec.storage() for spec in specs)
+    return "; ".join(names), any(spec != spec.unpacked for spec in specs)
 
 
 def _copy(

@@ -22,7 +22,7 @@ class PagedProvider:
         check_format(context)
 
     def open(self, context: AttachContext) -> CacheSession:
-        """Plan the model and make its page pools."""
+        """Plan the model and make its page pools, in a budget of their own unless it is shared."""
         sharing = context.shares_budget_of
         if isinstance(sharing, PagedSession):
             budget = sharing.budget

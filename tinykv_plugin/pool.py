@@ -146,8 +146,8 @@ class PagePool:
         if count:
             self._resize_all(self.layers, old, old - count)
             self.allocator.shrink(count)
-            log.info("pool %r: %d pages, %d before: another pool needs the memory", self.name, old - count, old)
             self.book(-count * self.page_bytes)
+            log.info("pool %r: %d pages, %d before: another pool needs the memory", self.name, old - count, old)
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         """Copy pages in every layer."""

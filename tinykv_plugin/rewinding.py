@@ -82,7 +82,6 @@ class RewindingCache:
     # What mlx-lm asks of a cache ------------------------------------------------------------------------------------
 
     def is_trimmable(self) -> bool:
-        """Whether tokens can be taken back."""
         return all(leaf.is_trimmable() for leaf in self._kv)
 
     def trim(self, n: int) -> int:
@@ -100,7 +99,6 @@ class RewindingCache:
 
     @property
     def state(self) -> list[Any]:
-        """The states of the caches it stands for."""
         return [leaf.state for leaf in leaves(self.caches)]
 
     def _go_back(self) -> mx.array | None:
@@ -148,5 +146,4 @@ class RewindingModel:
         self.layers = [None]
 
     def __call__(self, tokens: mx.array, cache: list[RewindingCache]) -> mx.array:
-        """One forward pass, noted so that it can be taken back."""
         return cache[0].run(self._model, tokens)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from .session import PagedSession
 
@@ -63,20 +65,21 @@ def collect(session: PagedSession) -> PoolStats:
     rows = [row for row in session.live_sequences() if row.tokens or row.growing]
     shared = slots_used = slots_filled = bytes_used = 0
     for group, pool in enumerate(session.pools):
-        fill: dict[int, int] = {}
-        holders: dict[int, int] = {}
+        size = pool.page_size
+        # By page id; arrays, as there may be a million of them.
+        fill = np.zeros(pool.allocator.capacity, np.int32)
+        holders = np.zeros_like(fill)
         for row in rows:
-            table = row.tables[group]
-            tokens = row.tokens + row.growing
-            for logical, page in enumerate(table.pages):
-                if page >= 0:
-                    filled = min(pool.page_size, tokens - logical * pool.page_size)
-                    fill[page] = max(fill.get(page, 0), filled)
-                    holders[page] = holders.get(page, 0) + 1
-        shared += sum(count > 1 for count in holders.values())
+            pages = np.array(row.tables[group].pages, np.int32)
+            filled = np.minimum(size, row.tokens + row.growing - size * np.arange(len(pages)))
+            kept = pages >= 0
+            pages = pages[kept]
+            fill[pages] = np.maximum(fill[pages], filled[kept])
+            holders[pages] += 1
+        shared += int(np.count_nonzero(holders > 1))
         held = pool.allocator.used - pool.allocator.cached_only
         slots_used += held * pool.page_size
-        slots_filled += sum(fill.values())
+        slots_filled += int(fill.sum())
         bytes_used += held * pool.page_bytes
     cached = sum(pool.allocator.cached_only for pool in session.pools)
     used = sum(pool.allocator.used for pool in session.pools) - cached

@@ -60,20 +60,24 @@ for (int first = begin + simdgroup * TOKENS; first < end; first += SIMDGROUPS * 
   const int64_t key = token_offset<PAGE>(page, kv_head, first % PAGE, kv_heads, K_ROW);
   const int64_t value = token_offset<PAGE>(page, kv_head, first % PAGE, kv_heads, V_ROW);
 
+  // All loads before the first sum, so that they overlap.
+  float k[TOKENS * K_SIZE];
+  UNROLL for (int u = 0; u < TOKENS; u++) {
+    if (in_reach(first + u, end, low, keep)) {
+      Row<K_DIM, K_BITS, K_GROUP, K_SCALE>::load(key_pages + key + u * K_ROW, lane, k + u * K_SIZE);
+    }
+  }
+
   float score[PASS * TOKENS];
   UNROLL for (int u = 0; u < TOKENS; u++) {
     const int position = first + u;
-    const bool held = position < end && (position >= low || position < keep);
-    float k[K_SIZE];
-    if (held) {
-      Row<K_DIM, K_BITS, K_GROUP, K_SCALE>::load(key_pages + key + u * K_ROW, lane, k);
-    }
+    const bool held = in_reach(position, end, low, keep);
     UNROLL for (int v = 0; v < PASS; v++) {
       float s = -INFINITY;
       if (held) {
         float products = 0.0f;
         UNROLL for (int i = 0; i < K_SIZE; i++) {
-          products += q[v * K_SIZE + i] * k[i];
+          products += q[v * K_SIZE + i] * k[u * K_SIZE + i];
         }
         s = simd_sum(products);
         if (SOFTCAP) {
@@ -124,8 +128,7 @@ for (int first = begin + simdgroup * TOKENS; first < end; first += SIMDGROUPS * 
   }
 
   UNROLL for (int u = 0; u < TOKENS; u++) {
-    const int position = first + u;
-    if (position < end && (position >= low || position < keep)) {
+    if (in_reach(first + u, end, low, keep)) {
       float x[V_SIZE];
       Row<V_DIM, V_BITS, V_GROUP, V_SCALE>::load(value_pages + value + u * V_ROW, lane, x);
       UNROLL for (int v = 0; v < PASS; v++) {

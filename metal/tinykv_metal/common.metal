@@ -92,6 +92,12 @@ struct Row<D, 0, GROUP, S> {
   }
 };
 
+// Whether some query of a row may see a position: before `end`, and not behind all windows. Otherwise nothing is read
+// there: the page may be gone.
+METAL_FUNC bool in_reach(int position, int end, int low, int keep) {
+  return position < end && (position >= low || position < keep);
+}
+
 // What a maximum of `from` is worth under the maximum `to`; a part that saw no token counts for nothing.
 METAL_FUNC float softmax_factor(float from, float to) {
   return from == -INFINITY ? 0.0f : fast::exp(from - to);

@@ -14,6 +14,8 @@ import pytest
 
 from tinykv_plugin.bench import chart, results, suite
 from tinykv_plugin.bench.report import report
+from tinykv_plugin.cli.bench import print_results
+from tinykv_plugin.cli.console import console
 
 Call = Callable[..., Any]
 
@@ -59,6 +61,15 @@ def test_answers_are_those_of_stock(measured: dict[str, Any]) -> None:
         "batch of 2",
         "prompts of very different lengths: 1 of 3",
     ]
+
+
+def test_only_where_nothing_may_be_lost_is_a_difference_a_failure(measured: dict[str, Any], capsys: Any) -> None:
+    other = copy.deepcopy(measured)
+    other["single"][-1]["equal"] = False
+    assert print_results(console(), other) == 1
+    assert "answers differ from stock's: prompt 24" in capsys.readouterr().out
+    assert print_results(console(), other | {"settings": {"bits": "8"}}) == 0
+    assert "as they may with bits" in capsys.readouterr().out
 
 
 def test_losing_cases_are_named(measured: dict[str, Any]) -> None:

@@ -39,7 +39,9 @@ def test_what_a_mac_may_use() -> None:
 
 
 def test_one_row_for_each_way_and_page_size() -> None:
-    found = columns(fit_table([Stored("float16", [FULL]), Stored("8 bits", [HALF])], Wish(1000, 4), 4 * 2**20))
+    found = columns(
+        fit_table([Stored("float16", [FULL]), Stored("8 bits", [HALF], "--kv-bits 8")], Wish(1000, 4), 4 * 2**20)
+    )
     assert found["K/V"] == ["float16", "", "", "", "8 bits", "", "", "", "mlx-lm's own"]
     assert found["page"] == ["16", "32", "64", "128", "16", "32", "64", "128", ""]
     assert found["a token"] == ["1.00 KiB"] * 4 + ["512 B"] * 4 + ["1.00 KiB"]
@@ -54,7 +56,7 @@ def test_one_row_for_each_way_and_page_size() -> None:
 
 
 def test_advice_names_the_flags_that_do_it() -> None:
-    both = [Stored("float16", [FULL]), Stored("8 bits", [HALF])]
+    both = [Stored("float16", [FULL]), Stored("8 bits", [HALF], "--kv-bits 8")]
     assert advice(both, Wish(1000, 4), 4 * 2**20, 32) == (
         "4 requests of 1,000 tokens fit with --kv-memory 4MiB --kv-page-size 32"
     )
@@ -111,7 +113,10 @@ def test_a_configuration_alone_is_enough(tinykv: Call, llama_8b: Path) -> None:
     assert "36.0 GiB of memory, of which a model may use 27.0 GiB: 4.21 GiB of weights" in done.out
     rows = [row for row in cells(done.out) if len(row) == 8]
     # 32 layers of 8 heads of 128 dimensions, K and V, bfloat16.
-    assert rows[0][:6] == ["the model's dtype", "16", "128 KiB", "4.00 GiB", "16.0 GiB", "yes"]
+    assert rows[0][:6] == ["bfloat16", "16", "128 KiB", "4.00 GiB", "16.0 GiB", "yes"]
+    # 8 bits and, for each 64 of them, a scale and a bias of 16.
+    assert rows[4][1:6] == ["16", "68.0 KiB", "2.12 GiB", "8.50 GiB", "yes"]
+    assert rows[8][1:6] == ["16", "36.0 KiB", "1.12 GiB", "4.50 GiB", "yes"]
     assert "4 requests of 32,768 tokens fit with --kv-memory 16384MiB --kv-page-size 32" in done.out
     assert done.out.count("\n") < 60
 

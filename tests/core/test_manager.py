@@ -25,7 +25,7 @@ from tinykv_plugin.hookspecs import hookimpl
 def backend(name, direct=False, priority=0):
     return SimpleNamespace(
         name=name, direct=direct, priority=priority,
-        **dict.fromkeys(["supports", "resize", "write", "copy_pages", "attend", "dense"], print),
+        **dict.fromkeys(["supports", "resize", "write", "copy_pages", "attend", "dense", "stored"], print),
     )
 
 @hookimpl

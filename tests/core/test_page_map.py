@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import tinykv_plugin as tinykv
 from tinykv_plugin.page_map import CACHED, FREE, OTHERS, SHARED, USED, PoolMap, page_maps
+from tinykv_plugin.stats import collect
 
 Make = Callable[..., Any]
 
@@ -108,6 +109,17 @@ def test_windows_have_a_map_of_their_own(tiny_llama: Make) -> None:
         assert window.pages_of[1] < 10
 
 
+def test_quantized_pages_say_so(tiny_llama: Make) -> None:
+    model = tiny_llama(head_dim=32)
+    with tinykv.attach(model, page_size=4, bits=8) as kv:
+        cache = make_prompt_cache(model)
+        write(model, cache, 5)
+        (pool,) = page_maps(kv.session, 1000, {})
+        assert pool.quantized
+        assert "8" in pool.storage
+        assert pool.page_bytes == kv.groups[0].page_bytes
+
+
 def test_many_pages_are_drawn_in_few_cells(tiny_llama: Make) -> None:
     model = tiny_llama(num_hidden_layers=1)
     with tinykv.attach(model, page_size=1) as kv:
@@ -135,6 +147,7 @@ def test_a_million_pages_are_looked_at_in_bounded_time(tiny_llama: Make) -> None
         try:
             start = time.perf_counter()
             (drawn,) = page_maps(session, 2048, {index: weakref.ref(row) for index, row in enumerate(rows)})
+            assert collect(session).pages_used == 900_010
             assert time.perf_counter() - start < 2
             assert drawn.counts.shape[1] <= 2048
             assert drawn.counts[USED].sum() == 900_010

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -205,6 +206,31 @@ def test_r70_pages_have_the_bytes_that_were_asked_for(fields: dict[str, Any], ro
         (group,) = kv.groups
         assert group.page_bytes == 4 * stats.bytes_per_token
         assert group.model_token_bytes == 2 * 2 * 2 * 32 * 4
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_stored_prompts_are_found_in_their_own_format(kind: str, tmp_path: Path) -> None:
+    model = wide(kind)
+    tokens = prompt(24)
+
+    def run(bits: int) -> tuple[int, list[int]]:
+        """Tokens found in the folder, and what is generated after the prompt."""
+        with tinykv.attach(model, page_size=4, bits=bits, prefix_dir=str(tmp_path), prefix_interval=4) as kv:
+            cache, rest = kv.prefix_cache.fetch(tokens)
+            logits(model, rest, cache)
+            kv.prefix_cache.insert(tokens, cache)
+            kv.prefix_cache.flush()
+            found = greedy(model, [7], 8, cache=cache)
+            del cache
+            kv.check()
+            return len(tokens) - len(rest), found
+
+    cold = run(8)
+    assert cold[0] == 0
+    assert run(4)[0] == 0, "pages of another format are other pages"
+    warm = run(8)
+    assert warm[0] >= 16
+    assert warm[1] == cold[1]
 
 
 def test_the_format_is_one_hashable_value_of_the_pools() -> None:

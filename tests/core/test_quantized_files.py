@@ -104,7 +104,7 @@ def test_another_model_is_refused(file: str) -> None:
     for fields in ({}, {"bits": 8}):
         with (
             tinykv.attach(wide("llama"), **fields) as kv,
-            pytest.raises(PromptCacheFileError, match=r"layer 0 holds LayerSpec\(kv_heads=2, key_dim=64, "),
+            pytest.raises(PromptCacheFileError, match="was computed by other weights"),
         ):
             tinykv.load_prompt_cache(file, kv=kv)
 

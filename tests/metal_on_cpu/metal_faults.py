@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from metal_case import TOLERANCE, Case, error, new_tokens, wide
 from msl_cpu.program import KernelError
+from tinykv_plugin.kv_format import KVFormat
 
 
 class WrongNumbersError(AssertionError):
@@ -48,6 +49,12 @@ def attend_sinks(backend: Any) -> None:
 
 def attend_odd_dim(backend: Any) -> None:
     case = Case([20], key_dim=80).fill(backend)
+    if not error(case.attend(backend), case.expected()) < TOLERANCE[mx.float32]:
+        raise WrongNumbersError
+
+
+def attend_quantized(backend: Any) -> None:
+    case = Case([20, 9], key_dim=96, value_dim=64, kv_format=KVFormat(5, 4, 32)).fill(backend)
     if not error(case.attend(backend), case.expected()) < TOLERANCE[mx.float32]:
         raise WrongNumbersError
 
@@ -97,13 +104,13 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
     ),
     "a token too many": (
         attend,
-        Replace("attend", "position < end && (position >= low", "position <= end && (position >= low"),
+        Replace("attend", "return position < end &&", "return position <= end &&"),
         WrongNumbersError,
         "",
     ),
     "a token too few": (
         attend,
-        Replace("attend", "position < end && (position >= low", "position < end - 1 && (position >= low"),
+        Replace("attend", "return position < end &&", "return position < end - 1 &&"),
         WrongNumbersError,
         "",
     ),
@@ -267,6 +274,25 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
     "lanes beyond the head dim": (
         attend_odd_dim,
         Replace("attend", "D % 32 == 0 || dim < D", "true"),
+        AssertionError,
+        "",
+    ),
+    "quantized: no bias": (attend_quantized, Replace("attend", "1u)) + bias;", "1u));"), WrongNumbersError, ""),
+    "quantized: the scale of another group": (
+        attend_quantized,
+        Replace("attend", "scales[dim / GROUP]", "scales[0]"),
+        WrongNumbersError,
+        "",
+    ),
+    "quantized: an element cut at the end of a word": (
+        attend_quantized,
+        Replace("attend", "if (32 % BITS != 0 && bit % 32 + BITS > 32)", "if (false)"),
+        WrongNumbersError,
+        "",
+    ),
+    "quantized: rows as long as the head dim": (
+        attend_quantized,
+        Replace("attend", "u * K_ROW", "u * K_DIM"),
         AssertionError,
         "",
     ),

@@ -14,18 +14,19 @@ from tinykv_plugin.kv_format import KVFormat
 from tinykv_plugin.protocols import AttentionRequest
 from tinykv_plugin.selftest.comparison import compare
 
+# Each is compiled: every format once, and every dtype.
 FORMATS = [
-    KVFormat(8, 8),
-    KVFormat(6, 6, 32),
-    KVFormat(5, 5, 32),
-    KVFormat(4, 4),
-    KVFormat(8, 4, 32),
-    KVFormat(None, 4),
+    (KVFormat(8, 8), mx.float32),
+    (KVFormat(8, 8), mx.bfloat16),
+    (KVFormat(6, 6, 32), mx.float16),
+    (KVFormat(5, 5, 32), mx.bfloat16),
+    (KVFormat(4, 4), mx.float32),
+    (KVFormat(8, 4, 32), mx.float16),
+    (KVFormat(None, 4), mx.float32),
 ]
 
 
-@pytest.mark.parametrize("kv_format", FORMATS, ids=str)
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
+@pytest.mark.parametrize(("kv_format", "dtype"), FORMATS, ids=str)
 def test_every_format_and_dtype(backend: Any, kv_format: KVFormat, dtype: mx.Dtype) -> None:
     case = Case([70, 1, 33], query_heads=6, dtype=dtype, kv_format=kv_format).fill(backend)
     assert error(case.attend(backend), case.expected()) < TOLERANCE[dtype]

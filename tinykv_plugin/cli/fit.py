@@ -51,10 +51,11 @@ class Wish:
 
 @dataclass(frozen=True)
 class Stored:
-    """How K/V are stored: a name such as "float16" or "8 bits", and the cache groups of the model stored so."""
+    """How K/V are stored: a name such as "float16", the model's cache groups stored so, and the flags that do it."""
 
     name: str
     groups: Sequence[GroupSize]
+    flags: str = ""
 
     def with_page_size(self, page_size: int) -> list[GroupSize]:
         """The groups with other pages; a limit on the number of pages is left out."""
@@ -117,11 +118,8 @@ def advice(stored: Sequence[Stored], wish: Wish, left: int, page_size: int) -> s
     for way in stored:
         need = request_bytes(way.with_page_size(page_size), wish.context) * wish.concurrency
         if need <= left:
-            bits = re.fullmatch(r"(\d+) bits", way.name)
-            flags = f"--kv-memory {_mebibytes(need)}MiB --kv-page-size {page_size}" + (
-                f" --kv-bits {bits[1]}" if bits else ""
-            )
-            return f"{_requests(wish)} fit with {flags}"
+            flags = f"--kv-memory {_mebibytes(need)}MiB --kv-page-size {page_size} {way.flags}"
+            return f"{_requests(wish)} fit with {flags.rstrip()}"
     if not left:
         return "the weights alone don't fit: use a smaller model, or one with fewer bits"
     longest = longest_request(stored[-1].with_page_size(page_size), left // wish.concurrency)

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..config import KVCacheConfig
+from ..errors import ConfigError
 from ..labels import model_label
 from ..protocols import LayerPlan
 from ..units import format_bytes
@@ -50,7 +51,7 @@ def inspect(argv: Sequence[str]) -> int:
             out.print(size_table(groups, kv.stats().bytes_total))
         if any(value is not None for value in (options.memory, options.context, options.concurrency)):
             wish = Wish(options.context or CHAT_TOKENS, options.concurrency or 1)
-            print_fit(out, lazy, ways_to_store(lazy, config, groups), wish, options.memory, config.page_size)
+            print_fit(out, lazy, ways_to_store(lazy, config), wish, options.memory, config.page_size)
     return 0
 
 
@@ -84,20 +85,22 @@ def print_fit(
         out.print(f"the model was made for contexts of {lazy.context:,} tokens")
 
 
-def ways_to_store(lazy: LazyModel, config: KVCacheConfig, groups: Sequence[GroupSize]) -> list[Stored]:
-    """The model's own dtype, then fewer bits where the settings know them."""
+def ways_to_store(lazy: LazyModel, config: KVCacheConfig) -> list[Stored]:
+    """The model's own dtype, then fewer bits, where its heads can be stored so; or just as the settings ask."""
     from ..attachment import attach
 
-    chosen = config.model_dump()
-    wanted = [None, 8, 4] if "bits" in chosen else [None]
+    settings = config.model_dump()
+    asked = [settings[name] for name in ("bits", "key_bits", "value_bits")]
     ways = []
-    for bits in wanted:
-        name = "the model's dtype" if bits is None else f"{bits} bits"
-        if chosen.get("bits") == bits:
-            ways.append(Stored(name, groups))
-            continue
-        with attach(lazy.model, KVCacheConfig(**{**chosen, "bits": bits})) as kv:
-            ways.append(Stored(name, group_sizes(kv)))
+    for bits in [None, 8, 4] if not any(asked) else [config.bits]:
+        try:
+            with attach(lazy.model, KVCacheConfig(**{**settings, "bits": bits})) as kv:
+                stored = dict.fromkeys(line.storage for line in kv.plan if line.kind != "dense")
+                flags = f"--kv-bits {bits}" if bits is not None and not any(asked) else ""
+                ways.append(Stored(", ".join(stored), group_sizes(kv), flags))
+        except ConfigError:
+            if any(asked):
+                raise
     return ways
 
 
@@ -108,7 +111,9 @@ def _this_machine() -> Machine:
 
 
 def _label(path: Path) -> str:
-    return model_label(path if path.is_dir() else path.resolve().parent)
+    if path.is_dir():
+        return model_label(path)
+    return model_label(path.resolve().parent) if path.name == "config.json" else path.stem
 
 
 def plan_table(plan: Sequence[LayerPlan], label: str) -> Table:
