@@ -28,6 +28,7 @@ class CpuBackend:
     name = "cpu"
     direct = True
     priority = 10
+    features = frozenset({"softcap", "keys_only"})
     reads_quantized = True
 
     def supports(self, request: AttentionRequest) -> list[str]:
@@ -73,7 +74,12 @@ class CpuBackend:
         key_shape, value_shape = pages.shape(num_pages)
         key_dtype, value_dtype = pages.dtypes
         keys = native.resize_pages(pages.keys, list(key_shape), key_dtype, 0)
-        values = native.resize_pages(pages.values, list(value_shape), value_dtype, 0)
+        if pages.spec.value_dim:
+            values = native.resize_pages(pages.values, list(value_shape), value_dtype, 0)
+        else:
+            import mlx.core as mx
+
+            values = mx.zeros(value_shape, value_dtype)
         pages.keys, pages.values = keys, values
 
     def write(self, metadata: PagedKVMetadata, keys: mx.array, values: mx.array) -> None:
@@ -83,10 +89,10 @@ class CpuBackend:
             pages,
             self._native().write_pages(
                 pages.keys,
-                pages.values,
+                _values_of(pages),
                 metadata.slot_mapping,
                 keys,
-                values,
+                values if pages.spec.value_dim else keys,
                 written=pages.written,
                 last_read=pages.last_read,
             ),
@@ -100,7 +106,7 @@ class CpuBackend:
             pages,
             self._native().copy_pages(
                 pages.keys,
-                pages.values,
+                _values_of(pages),
                 list(sources),
                 list(targets),
                 written=pages.written,
@@ -115,7 +121,7 @@ class CpuBackend:
         self._changed(
             pages,
             self._native().discard_pages(
-                pages.keys, pages.values, list(page_ids), written=pages.written, last_read=pages.last_read
+                pages.keys, _values_of(pages), list(page_ids), written=pages.written, last_read=pages.last_read
             ),
         )
 
@@ -200,6 +206,11 @@ class CpuBackend:
         if loaded.module is None:
             raise RuntimeError(f"the backend {self.name!r} can't be used: {loaded.problem}")
         return loaded.module
+
+
+def _values_of(pages: LayerPages) -> mx.array | None:
+    """The pages that values are written to: those of the keys, once more, where a model keeps keys only."""
+    return pages.values if pages.spec.value_dim else pages.keys
 
 
 def _packing(packed: Affine | None, dim: int, dtype: mx.Dtype) -> tuple[int, int, int, mx.Dtype] | None:

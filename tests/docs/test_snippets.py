@@ -29,6 +29,8 @@ NOT_RUN = {
     "python -m pip install tox && python -m tox run -e demo": "fetches a real model; the environment `demo` runs it",
     "python -m pip install tox && python -m tox run": "runs these tests",
     "python -m pip install .": "the environment `pkg` installs the wheel",
+    "mlx.launch -n 2 --backend ring -- python -m tinykv_plugin generate --model path/to/model --prompt Hello "
+    "--max-tokens 4": "tests/distributed runs it, in the environment `distributed`",
 }
 
 
