@@ -252,13 +252,16 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         running = {
             uid: (tokens, state[0])
             for uid, tokens, state in zip(batch.uids, batch.tokens, self._currently_processing, strict=True)
+            if uid not in self._unknown
         }
         return self._sharing.must_wait(request, self._limit_of(request), running)
 
     def _with_stored_prompt(self, request: Any) -> Any:
         if request[0] in self._brought or request[4]:
             return request
-        return self._sharing.begin(request, self._limit_of(request))
+        # What is on disk needs as much room as if it were run.
+        may_load = lambda: self._admission.has_room(self._need(request), self._promised())  # noqa: E731
+        return self._sharing.begin(request, self._limit_of(request), may_load)
 
     def _limit_of(self, request: Any) -> int | None:
         row = _row(request[3])
