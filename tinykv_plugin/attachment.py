@@ -16,10 +16,10 @@ from mlx_lm.models import cache as mlx_cache
 from . import dispatch
 from .config import KVCacheConfig
 from .drafts import drafting
-from .errors import CacheStateError, ConfigError
+from .errors import CacheStateError, ConfigError, PluginError
 from .manager import PluginManager, default_manager
 from .prefix_cache import PrefixCache
-from .protocols import AttachContext, CacheSession, LayerPlan
+from .protocols import AttachContext, CacheSession, LayerPlan, Replacement, ReplacingAdapter
 from .session import GroupInfo, PagedSession
 from .stats import PoolStats
 
@@ -81,15 +81,17 @@ class Attachment:
         if check is not None:
             check(self._context)
         self._attached = True
-        self._modules = list(self._context.adapter.attention_modules(model))
+        adapter = self._context.adapter
+        self._replaced = [dispatch.attention_of(module) for module in adapter.attention_modules(model)]
+        if isinstance(adapter, ReplacingAdapter):
+            self._replaced += adapter.replacements(model)
+        self._replaced.append(Replacement(_GENERATE, _DRAFTS, _drafting))
         with _lock:
+            self._install()
             self._make_cache = self.make_cache
             # Another attachment of this model, or a script, may have set the attribute: it is put back at detach.
             self._previous = vars(model).get(_HOOK, _MISSING)
             object.__setattr__(model, _HOOK, self._make_cache)
-            for module in self._modules:
-                dispatch.install(module, dispatch.ATTENTION, dispatch.attention, self)
-            dispatch.install(_GENERATE, _DRAFTS, _drafting, self)
             _live.add(self)
 
     @property
@@ -160,9 +162,8 @@ class Attachment:
                 for other in _live:
                     if other.model is self.model and other._previous is self._make_cache:
                         other._previous = self._previous
-            for module in self._modules:
-                dispatch.remove(module, dispatch.ATTENTION, self)
-            dispatch.remove(_GENERATE, _DRAFTS, self)
+            for replacement in self._replaced:
+                dispatch.remove(replacement, self)
             if self._session is not None:
                 self._session.close()
             _live.discard(self)
@@ -174,6 +175,17 @@ class Attachment:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.detach()
+
+    def _install(self) -> None:
+        installed = []
+        try:
+            for replacement in self._replaced:
+                dispatch.install(replacement, self)
+                installed.append(replacement)
+        except PluginError:
+            for replacement in installed:
+                dispatch.remove(replacement, self)
+            raise
 
     def _own_cache(self) -> list[Any]:
         """The caches the model has without the plugin."""

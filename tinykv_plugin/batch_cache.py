@@ -11,8 +11,9 @@ import numpy as np
 from .errors import CacheStateError
 from .layout import leaves
 from .masks import prior_tokens, row_masks
-from .metadata import PagedKV, PagedMask
+from .metadata import PagedMask
 from .sequence import BROKEN_OFF, PagedSequence
+from .view import LayerView
 
 if TYPE_CHECKING:
     from .cache import PagedKVCache
@@ -20,19 +21,21 @@ if TYPE_CHECKING:
     from .session import PagedSession
 
 
-class BatchPagedKVCache:
+class BatchPagedKVCache(LayerView):
     """One layer's view of some PagedSequences. Rows have their own lengths; nothing is padded.
 
     Joining, leaving, splitting and extracting move rows between lists and touch no K/V.
     """
 
     def __init__(self, session: PagedSession, layer: PagedLayer, rows: list[PagedSequence]) -> None:
-        self._session = session
-        self._layer = layer
+        super().__init__(session, layer)
         self._rows = rows
         # Valid tokens still to come per row while a right-padded prompt is processed.
         self._lengths: list[int] | None = None
         _same_retention(layer, rows)
+
+    def _current_rows(self) -> Sequence[PagedSequence]:
+        return self._rows
 
     @property
     def offset(self) -> mx.array:
@@ -71,9 +74,7 @@ class BatchPagedKVCache:
             metadata = session.write(layer, step, keys, values)
         if self._lengths is not None:
             self._lengths = [max(0, length - width) for length in self._lengths]
-        if layer.handles:
-            return PagedKV(layer, metadata, "keys"), PagedKV(layer, metadata, "values")
-        return session.gather.dense(metadata)
+        return self._hand_out(metadata)
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -87,14 +88,15 @@ class BatchPagedKVCache:
         limit = min((size for size in (window, window_size) if size is not None), default=None)
         starts = [row.offset(bit) for row in self._rows]
         reaches_all = limit is None or max(starts) + N <= limit
+        chunk = None if reaches_all else self._layer.chunk
         if self._layer.handles and not return_array:
-            if N == 1 and (reaches_all or limit == window):
+            if N == 1 and (reaches_all or (limit == window and chunk is None)):
                 return None
-            return "causal" if reaches_all or limit is None else PagedMask(limit)
+            return "causal" if reaches_all or limit is None else PagedMask(limit, chunk)
         lens = self._next_lens(N)
         priors = [prior_tokens(start, window) for start in starts]
         columns = max(1, max(prior + count for prior, count in zip(priors, lens, strict=True)))
-        return row_masks(N, priors, lens, columns, limit, causal=True)
+        return row_masks(N, priors, lens, columns, limit, True, starts, chunk)
 
     def prepare(
         self,
@@ -150,11 +152,6 @@ class BatchPagedKVCache:
     def nbytes(self) -> int:
         """Bytes of this layer's pages, those shared by rows counted once."""
         return self._layer.held_bytes([row.tables[self._layer.group] for row in self._rows])
-
-    @property
-    def state(self) -> list[Any]:
-        """Evaluating it forces every write of this layer; it is no copy of the K/V and can't be saved."""
-        return self._layer.state()
 
     def is_trimmable(self) -> bool:
         """Whether tokens can be taken back from every row."""

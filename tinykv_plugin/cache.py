@@ -11,24 +11,27 @@ from .batch_cache import BatchPagedKVCache
 from .errors import CacheStateError
 from .kv_format import Affine
 from .masks import sequence_mask
-from .metadata import PagedKV, PagedMask
+from .metadata import PagedMask
 from .sequence import PagedSequence
+from .view import LayerView
 
 if TYPE_CHECKING:
     from .layer import PagedLayer
     from .session import PagedSession
 
 
-class PagedKVCache:
+class PagedKVCache(LayerView):
     """One layer's view of a PagedSequence; takes the place of mlx-lm's KVCache and RotatingKVCache.
 
     ``copy.deepcopy`` is a fork that shares every page until one side writes.
     """
 
     def __init__(self, session: PagedSession, layer: PagedLayer, row: PagedSequence) -> None:
-        self._session = session
-        self._layer = layer
+        super().__init__(session, layer)
         self._row = row
+
+    def _current_rows(self) -> Sequence[PagedSequence]:
+        return (self._row,)
 
     @property
     def offset(self) -> int:
@@ -62,9 +65,7 @@ class PagedKVCache:
             elif step.width != count:
                 raise CacheStateError(f"layer {layer.index} writes {count} tokens where others wrote {step.width}")
             metadata = session.write(layer, step, keys, values)
-        if layer.handles:
-            return PagedKV(layer, metadata, "keys"), PagedKV(layer, metadata, "values")
-        return session.gather.dense(metadata)
+        return self._hand_out(metadata)
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -75,8 +76,11 @@ class PagedKVCache:
             # This layer has written in a pass that others never finished: a new pass begins.
             with self._session.lock:
                 row.heal()
-        keep = row.tables[self._layer.group].retention.keep if row.stepwise else 0
-        return sequence_mask(N, row.offset(bit), self.window, self._layer.handles, return_array, window_size, keep)
+        layer = self._layer
+        keep = row.tables[layer.group].retention.keep if row.stepwise else 0
+        return sequence_mask(
+            N, row.offset(bit), self.window, layer.handles, return_array, window_size, keep, layer.chunk
+        )
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Copies of the tokens held, ``(1, kv_heads, tokens, head_dim)``; with a window only those it still holds."""
@@ -110,15 +114,6 @@ class PagedKVCache:
     def nbytes(self) -> int:
         """Bytes of this layer's pages of the request, shared ones included."""
         return self._layer.held_bytes([self._row.tables[self._layer.group]])
-
-    @property
-    def state(self) -> list[Any]:
-        """Evaluating it forces every write of this layer; it is no copy of the K/V and can't be saved."""
-        return self._layer.state()
-
-    @state.setter
-    def state(self, value: object) -> None:
-        raise CacheStateError("a paged cache can't be set from a state; load it with tinykv_plugin.load_prompt_cache")
 
     @classmethod
     def from_state(cls, state: object) -> PagedKVCache:

@@ -65,6 +65,8 @@ def join(pages: mx.array, spans: list[Span]) -> mx.array:
     """The spans' tokens as ``(1, heads, tokens, dim)``."""
     parts = []
     _, heads, _, dim = pages.shape
+    if not dim:  # mlx can't index an array without elements
+        return mx.zeros((1, heads, sum(count for *_, count in spans), 0), pages.dtype)
     for which, skip, count in spans:
         if not isinstance(which, list):
             joined = pages[which].swapaxes(0, 1)
@@ -73,7 +75,8 @@ def join(pages: mx.array, spans: list[Span]) -> mx.array:
             joined = pages[start:stop].swapaxes(0, 1)
         else:
             joined = mx.concatenate([pages[start:stop].swapaxes(0, 1) for start, stop in which], axis=1)
-        parts.append(joined.reshape(1, heads, -1, dim)[:, :, skip : skip + count])
+        slots = joined.shape[1] * joined.shape[2]
+        parts.append(joined.reshape(1, heads, slots, dim)[:, :, skip : skip + count])
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 
@@ -128,10 +131,13 @@ class Columns:
 
         Zeroed and not only masked: a slot that holds NaN from another request would survive a mask as 0 x NaN.
         """
+        if not pages.shape[3]:  # mlx can't index an array without elements
+            return mx.zeros((self.index[0].shape[0], pages.shape[1], self.columns, 0), pages.dtype)
         if self.whole_pages:
             page_ids, batch = self.index[0], self.index[0].shape[0]
             heads = mx.arange(pages.shape[1])[None, :, None]
-            joined = pages[page_ids, heads].reshape(batch, pages.shape[1], -1, pages.shape[3])
+            count = page_ids.shape[2] * pages.shape[2]
+            joined = pages[page_ids, heads].reshape(batch, pages.shape[1], count, pages.shape[3])
             gathered = joined[:, :, : self.columns]
         else:
             page_ids, slots = self.index

@@ -88,6 +88,13 @@ class KVCacheConfig(BaseSettings):
             "Unset: 64, or 32 where that divides the head dim and 64 doesn't."
         ),
     )
+    threads: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        strict=True,
+        description="Threads of an attention backend that computes on the CPU. Unset: one per processor.",
+    )
     max_kv_size: int | None = Field(
         default=None,
         ge=8,
@@ -184,8 +191,8 @@ class KVCacheConfig(BaseSettings):
             raise _one_line(error, fields) from None
 
     @field_validator(
-        "page_size", "max_pages", "max_kv_size", "rewind", "prefix_interval", "max_queue", "bits", "key_bits",
-        "value_bits", "group_size", mode="before",
+        "page_size", "max_pages", "max_kv_size", "rewind", "prefix_interval", "max_queue", "threads", "bits",
+        "key_bits", "value_bits", "group_size", mode="before",
     )  # fmt: skip
     @classmethod
     def _digits(cls, value: object) -> object:

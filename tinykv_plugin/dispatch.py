@@ -1,7 +1,4 @@
-"""Functions of mlx-lm's modules that look at what they are given while a model is attached.
-
-A model module's ``scaled_dot_product_attention`` sends PagedKV handles to their backend.
-"""
+"""Functions of mlx-lm's code, replaced while somebody needs it; above all the attention function of model modules."""
 
 from __future__ import annotations
 
@@ -9,44 +6,88 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from .errors import PluginError
 from .layer import attend_handles
 from .metadata import PagedKV
+from .protocols import Replacement
 
 ATTENTION = "scaled_dot_product_attention"
 
 Function = Callable[..., Any]
 
+_MISSING = object()
+
+
+@dataclass
+class _Installed:
+    """``own`` is what the owner itself had (a class may inherit the function), ``users`` who wants ours.
+
+    Users are held weakly: a model may be dropped attached.
+    """
+
+    own: Any
+    ours: Callable[..., Any]
+    make: Callable[..., Any]
+    users: weakref.WeakSet[Any]
+
+
 _lock = threading.Lock()
-# Module and name to (its own function, ours, who wants it). Users are held weakly: a model may be dropped attached.
-_installed: dict[tuple[ModuleType, str], tuple[Function, Function, weakref.WeakSet[Any]]] = {}
+_installed: dict[tuple[ModuleType | type, str], _Installed] = {}
 
 
-def install(module: ModuleType, name: str, wrap: Callable[[Function], Function], user: Any) -> None:
-    """Replace the global ``name`` in ``module`` by ``wrap`` of it, until ``user`` and all others :func:`remove` it."""
+def attention_of(module: ModuleType) -> Replacement:
+    """The replacement of ``scaled_dot_product_attention`` in a model's module: handles go to their backend."""
+    return Replacement(module, ATTENTION, attention)
+
+
+def install(replacement: Replacement, user: Any) -> None:
+    """Put the new function in place until ``user`` and all others call :func:`remove`.
+
+    Raises PluginError if another adapter has replaced it, for a model that is still attached.
+    """
+    owner, name = replacement.owner, replacement.name
     with _lock:
-        if (module, name) not in _installed:
-            original = getattr(module, name)
-            wrapped = wrap(original)
-            if wrapped is not original:
-                functools.update_wrapper(wrapped, original)
-            setattr(module, name, wrapped)
-            _installed[module, name] = (original, wrapped, weakref.WeakSet())
-        _installed[module, name][2].add(user)
+        installed = _installed.get((owner, name))
+        if installed is not None and installed.make is not replacement.make:
+            if installed.users:
+                raise PluginError(
+                    f"{owner.__name__}.{name} was replaced by another adapter, for a model that is still attached: "
+                    f"detach that one first"
+                )
+            _restore(owner, name)
+            installed = None
+        if installed is None:
+            current = getattr(owner, name)
+            own, ours = vars(owner).get(name, _MISSING), replacement.make(current)
+            if ours is not current:
+                functools.update_wrapper(ours, current)
+            setattr(owner, name, ours)
+            installed = _installed[owner, name] = _Installed(own, ours, replacement.make, weakref.WeakSet())
+        installed.users.add(user)
 
 
-def remove(module: ModuleType, name: str, user: Any) -> None:
-    """Undo the :func:`install` of ``user``; the last one restores the module, unless somebody replaced it since."""
+def remove(replacement: Replacement, user: Any) -> None:
+    """Undo the :func:`install` of ``user``; the last one restores the owner, unless somebody replaced it since."""
+    owner, name = replacement.owner, replacement.name
     with _lock:
-        original, wrapped, users = _installed[module, name]
+        users = _installed[owner, name].users
         users.discard(user)
-        if users:
-            return
-        del _installed[module, name]
-        if getattr(module, name) is wrapped:
-            setattr(module, name, original)
+        if not users:
+            _restore(owner, name)
+
+
+def _restore(owner: ModuleType | type, name: str) -> None:
+    installed = _installed.pop((owner, name))
+    if vars(owner).get(name) is not installed.ours:
+        return
+    if installed.own is _MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, installed.own)
 
 
 def attention(original: Function) -> Function:

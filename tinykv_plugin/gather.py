@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
+from .arrays import attend_arrays
 from .columns import Buckets, buckets_of, column_count, join, page_columns, spans_of, token_columns, visible
 from .hookspecs import hookimpl
 from .masks import causal_array, prior_tokens, row_masks
@@ -28,6 +29,7 @@ class GatherBackend:
     name = "gather"
     direct = False
     priority = 0
+    features = frozenset({"softcap", "chunk", "keys_only"})
     reads_quantized = True
 
     def supports(self, request: AttentionRequest) -> list[str]:
@@ -57,12 +59,14 @@ class GatherBackend:
             # The usual decode step: one slot, known on the host; K and V have the shape of its place in the pages.
             place = step.cached("slot", lambda: int32(_one_slot(step)))
             pages.keys = mx.slice_update(pages.keys, keys, place, (0, 2))
-            pages.values = mx.slice_update(pages.values, values, place, (0, 2))
+            if values.size:
+                pages.values = mx.slice_update(pages.values, values, place, (0, 2))
             return
         page_ids, slots, tokens = step.cached("scatter", lambda: _scatter(step))
         if page_ids.size:
             pages.keys[page_ids, :, slots] = _by_token(keys, tokens)
-            pages.values[page_ids, :, slots] = _by_token(values, tokens)
+            if values.size:
+                pages.values[page_ids, :, slots] = _by_token(values, tokens)
 
     def copy_pages(self, pages: LayerPages, sources: Sequence[int], targets: Sequence[int]) -> None:
         if pages.keys is None or pages.values is None:
@@ -88,16 +92,17 @@ class GatherBackend:
         scale: float,
         mask: mx.array | str | PagedMask | None,
         sinks: mx.array | None,
+        softcap: float | None = None,
     ) -> mx.array:
         step = metadata.step
         if not step.alone:
             buckets = step.cached("buckets", lambda: buckets_of(step))
             if len(buckets.parts) > 1:
-                return self._attend_buckets(queries, metadata, buckets, scale, mask, sinks)
+                return self._attend_buckets(queries, metadata, buckets, scale, mask, sinks, softcap)
         keys, values = self.dense(metadata)
         if mask is not None or not step.alone:
             mask = _array_mask(step, mask)
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        return attend_arrays(queries, keys, values, scale=scale, mask=mask, sinks=sinks, softcap=softcap)
 
     def dense(self, metadata: PagedKVMetadata) -> tuple[mx.array, mx.array]:
         return metadata.pages.spec.decode(*self.stored(metadata))
@@ -130,6 +135,7 @@ class GatherBackend:
         scale: float,
         mask: mx.array | str | PagedMask | None,
         sinks: mx.array | None,
+        softcap: float | None,
     ) -> mx.array:
         outputs = []
         for rows, part in buckets.parts:
@@ -138,10 +144,9 @@ class GatherBackend:
                 part_mask = mask[rows]
             if isinstance(part_mask, mx.array):
                 part_mask = part_mask[..., : column_count(part)]
+            part_metadata = PagedKVMetadata(metadata.pages, part)
             outputs.append(
-                self.attend(
-                    queries[rows], PagedKVMetadata(metadata.pages, part), scale=scale, mask=part_mask, sinks=sinks
-                )
+                self.attend(queries[rows], part_metadata, scale=scale, mask=part_mask, sinks=sinks, softcap=softcap)
             )
         return mx.concatenate(outputs)[buckets.order]
 
@@ -177,6 +182,7 @@ def _array_mask(step: GroupStep, mask: mx.array | str | PagedMask | None) -> mx.
     if step.alone and step.window is None and isinstance(mask, str):
         return mask if step.width > 1 else None
     limit = mask.window if isinstance(mask, PagedMask) else step.window if isinstance(mask, str) else None
+    chunk = mask.chunk if isinstance(mask, PagedMask) else None
     causal = mask is not None or step.width == 1
     keep = step.keep if step.stepwise and limit == step.window else 0
 
@@ -184,12 +190,12 @@ def _array_mask(step: GroupStep, mask: mx.array | str | PagedMask | None) -> mx.
         priors = [prior_tokens(start, step.window) for start in step.starts]
         if not step.alone:
             columns = max(1, max(prior + query for prior, query in zip(priors, step.query_lens, strict=True)))
-            return row_masks(step.width, priors, step.query_lens, columns, limit, causal)
-        if limit is not None and priors[0] + step.width > limit:
-            return causal_array(step.width, priors[0], limit, keep)
+            return row_masks(step.width, priors, step.query_lens, columns, limit, causal, step.starts, chunk)
+        if chunk is not None or (limit is not None and priors[0] + step.width > limit):
+            return causal_array(step.width, priors[0], limit, keep, step.starts[0], chunk)
         return "causal" if step.width > 1 else None
 
-    return step.cached(("mask", limit, causal), make)
+    return step.cached(("mask", limit, causal, chunk), make)
 
 
 _BACKEND = GatherBackend()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from .chunks import segments_of, without_chunk
 from .errors import HandleTouchedError
 from .metadata import PagedKV, PagedKVMetadata, PagedMask
 from .pages import LayerPages, LayerSpec
@@ -66,7 +67,16 @@ class PagedLayer:
         self.pages: LayerPages | None = None
         self.request: AttentionRequest | None = None  # its decode step, as the dry trace saw it
         self.backends: Sequence[AttentionBackend] = ()
-        self._readers: dict[tuple[int, MaskKind, bool, int], Reader] = {}
+        self._readers: dict[tuple[object, ...], Reader] = {}
+
+    @property
+    def chunk(self) -> int | None:
+        """Positions of a chunk, if a query sees its own chunk only."""
+        return self.choice.window if self.choice.kind == "chunked" else None
+
+    def handed_out(self, metadata: PagedKVMetadata) -> tuple[PagedKV, PagedKV]:
+        """The handles of a step."""
+        return PagedKV(self, metadata, "keys"), PagedKV(self, metadata, "values")
 
     def state(self) -> list[Any]:
         """What mlx-lm evaluates as a cache's ``state``: it forces every write to this layer, and can't be saved."""
@@ -86,26 +96,47 @@ class PagedLayer:
         scale: float,
         mask: mx.array | str | PagedMask | None,
         sinks: mx.array | None,
+        softcap: float | None = None,
     ) -> mx.array:
         """Attention over this layer's pages by the best backend that supports the call."""
-        kind: MaskKind = "none" if mask is None else mask_kind(mask)
+        kind = mask_kind(mask)
+        chunk = mask.chunk if isinstance(mask, PagedMask) else None
+        if chunk is not None and (segments := segments_of(metadata.step, chunk)):
+            outputs = [
+                self.attend(
+                    queries[:, :, part.start : part.stop],
+                    PagedKVMetadata(metadata.pages, part.step),
+                    scale=scale,
+                    mask="causal" if part.stop - part.start > 1 else None,
+                    sinks=sinks,
+                    softcap=softcap,
+                )
+                for part in segments
+            ]
+            return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
         length = queries.shape[2]
-        key = (length if length <= 8 else 9, kind, sinks is not None, metadata.step.keep)
+        key = (length if length <= 8 else 9, kind, sinks is not None, metadata.window, metadata.keep, softcap, chunk)
         reader = self._readers.get(key)
         if reader is None:
-            reader = self._readers[key] = self._choose(queries, metadata, kind, sinks is not None)
+            request = self._request(queries, metadata, kind, sinks is not None, softcap, chunk)
+            reader = self._readers[key] = self.choose_reader(request)
         backend = reader.backend
         if reader.outcome is not None and self._gathers(metadata.step, reader.outcome):
             backend = self.backends[-1]
-        return backend.attend(queries, metadata, scale=scale, mask=mask, sinks=sinks)
+        # Only passed on where it is needed: a backend that doesn't know it is not sent it.
+        more = {} if softcap is None else {"softcap": softcap}
+        return backend.attend(queries, metadata, scale=scale, mask=mask, sinks=sinks, **more)
 
     def choose_reader(self, request: AttentionRequest) -> Reader:
         """The first backend that supports ``request`` and passes its self-test, and why those before it don't."""
         refusals: list[str] = []
         packed = request.keys is not None or request.values is not None
         for backend in self.backends:
-            unknown = packed and not getattr(backend, "reads_quantized", False)
-            reasons = ["quantized pages are not supported"] if unknown else backend.supports(request)
+            unknown = sorted(request.features - set(getattr(backend, "features", ())))
+            reasons = [f"{name} is not supported" for name in unknown]
+            if packed and not getattr(backend, "reads_quantized", False):
+                reasons.append("quantized pages are not supported")
+            reasons = reasons or backend.supports(request)
             trial = Trial() if reasons else try_out(backend, self.backends[-1], request)
             if not reasons and not trial.problem:
                 return Reader(backend, tuple(refusals), trial.outcome if any(astuple(trial.outcome)) else None)
@@ -124,7 +155,7 @@ class PagedLayer:
         gather = self.backends[-1].name
         attention, backend, reason = "gather", gather, self.reason
         if self.handles and request is not None:
-            reader = self.choose_reader(request)
+            reader = self.choose_reader(without_chunk(request))
             attention, backend = ("direct" if reader.backend.direct else "gather"), reader.backend.name
             reason = "; ".join(part for part in (self.reason, *reader.refusals, reader.timings()) if part)
             if not reader.backend.direct and not reason:
@@ -132,29 +163,37 @@ class PagedLayer:
         storage = self.spec.storage() if self.spec is not None else ""
         return LayerPlan(self.index, self.choice.kind, attention, backend, reason, self.choice.window, storage)
 
-    def _choose(self, queries: mx.array, metadata: PagedKVMetadata, kind: MaskKind, sinks: bool) -> Reader:
+    def _request(
+        self,
+        queries: mx.array,
+        metadata: PagedKVMetadata,
+        kind: MaskKind,
+        sinks: bool,
+        softcap: float | None,
+        chunk: int | None,
+    ) -> AttentionRequest:
         spec = metadata.pages.spec
-        return self.choose_reader(
-            AttentionRequest(
-                query_heads=queries.shape[1],
-                kv_heads=spec.kv_heads,
-                key_dim=spec.key_dim,
-                value_dim=spec.value_dim,
-                dtype=spec.dtype,
-                page_size=metadata.page_size,
-                query_len=queries.shape[2],
-                mask=kind,
-                window=metadata.window,
-                keep=metadata.keep,
-                sinks=sinks,
-                keys=spec.keys,
-                values=spec.values,
-            )
+        return AttentionRequest(
+            query_heads=queries.shape[1],
+            kv_heads=spec.kv_heads,
+            key_dim=spec.key_dim,
+            value_dim=spec.value_dim,
+            dtype=spec.dtype,
+            page_size=metadata.page_size,
+            query_len=queries.shape[2],
+            mask=kind,
+            window=metadata.window,
+            keep=metadata.keep,
+            sinks=sinks,
+            softcap=softcap,
+            chunk=chunk,
+            keys=spec.keys,
+            values=spec.values,
         )
 
 
 def mask_kind(mask: object) -> MaskKind:
-    """How a backend has to treat ``mask``; a PagedMask is causal within its window."""
+    """How a backend has to treat ``mask``; a PagedMask is causal within its window or chunk."""
     if mask is None:
         return "none"
     if isinstance(mask, str | PagedMask):
@@ -170,11 +209,16 @@ def attend_handles(
     scale: float = 1.0,
     mask: mx.array | str | PagedMask | None = None,
     sinks: mx.array | None = None,
+    softcap: float | None = None,
 ) -> mx.array:
     """mlx-lm's ``scaled_dot_product_attention`` for handles. ``cache`` is not needed: the handle knows its pages.
 
-    Raises HandleTouchedError if keys and values don't belong together.
+    Raises HandleTouchedError if keys and values don't belong together, or were cast to what the queries are not.
     """
     if type(values) is not PagedKV or values.metadata is not keys.metadata:
         raise HandleTouchedError(keys.layer.index, "keys and values of different origin in attention")
-    return keys.layer.attend(queries, keys.metadata, scale=scale, mask=mask, sinks=sinks)  # type: ignore[no-any-return]
+    if any(cast is not None and cast != queries.dtype for cast in (keys.cast, values.cast)):
+        raise HandleTouchedError(keys.layer.index, "keys or values in another dtype than the queries'")
+    more = {} if softcap is None else {"softcap": softcap}
+    out: mx.array = keys.layer.attend(queries, keys.metadata, scale=scale, mask=mask, sinks=sinks, **more)
+    return out

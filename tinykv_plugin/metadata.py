@@ -119,14 +119,29 @@ class _Untouchable:
 
 
 class PagedKV(_Untouchable):
-    """What ``update_and_fetch`` returns in place of a K or V tensor: only attention may use it."""
+    """What ``update_and_fetch`` returns in place of a K or V tensor: only attention may use it.
 
-    __slots__ = ("layer", "metadata", "side")
+    A model may ask for its dtype, and for another one: that of the queries, in which attention computes anyway.
+    """
 
-    def __init__(self, layer: Any, metadata: PagedKVMetadata, side: str) -> None:
+    __slots__ = ("cast", "layer", "metadata", "side")
+
+    def __init__(self, layer: Any, metadata: PagedKVMetadata, side: str, cast: mx.Dtype | None = None) -> None:
         self.layer = layer
         self.metadata = metadata
         self.side = side
+        self.cast = cast  # what astype() asked for
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The dtype of what was written, or what :meth:`astype` asked for."""
+        spec = self.layer.spec
+        own: mx.Dtype = spec.dtype if self.side == "keys" else spec.value_dtype
+        return self.cast or own
+
+    def astype(self, dtype: mx.Dtype) -> PagedKV:
+        """A handle to the same pages, to be attended to by queries of ``dtype``."""
+        return PagedKV(self.layer, self.metadata, self.side, dtype)
 
     def _layer(self) -> int:
         return int(self.layer.index)
@@ -140,16 +155,20 @@ class PagedKV(_Untouchable):
 
 
 class PagedMask(_Untouchable):
-    """A causal mask limited to the last ``window`` tokens; what ``make_mask`` returns in place of an array."""
+    """A causal mask limited to the last ``window`` tokens; what ``make_mask`` returns in place of an array.
 
-    __slots__ = ("window",)
+    With ``chunk``, a query sees only the tokens from the start of its own chunk of that many positions on.
+    """
+
+    __slots__ = ("chunk", "window")
     _what = "mask"
 
-    def __init__(self, window: int) -> None:
+    def __init__(self, window: int, chunk: int | None = None) -> None:
         self.window = window
+        self.chunk = chunk
 
     def __repr__(self) -> str:
-        return f"<PagedMask window={self.window}>"
+        return f"<PagedMask window={self.window}{f', chunk={self.chunk}' if self.chunk else ''}>"
 
 
 def int32(values: Any) -> mx.array:

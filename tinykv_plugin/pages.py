@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 Spans = Sequence[Sequence[tuple[int, int]]]
 CopyOut = Callable[["PagedKVMetadata", Spans], tuple[mx.array, mx.array]]
 
+WRITES_PENDING = 256
+
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -100,14 +102,15 @@ class LayerPages:
     Nothing but this object may hold the arrays: mlx writes in place only into an array with one holder, and copies
     the whole pool otherwise. A backend that writes in place by its own primitive sets ``written``, a small array
     that a later read must depend on, and keeps ``keys`` and ``values``; ``last_read`` is the latest attention output,
-    for a backend that must order a write after a pending read.
+    for a backend that must order a write after a pending read. ``due`` are arrays that a model wants evaluated with
+    this layer's next write.
 
     Where a dependency alone doesn't order mlx's own operations after such a write (Metal: kernels overlap unless one
     takes what the other made), the backend also sets ``copy_out``: K and V of the rows' spans, copied together as
     :meth:`~tinykv_plugin.protocols.GatheringBackend.dense` returns them, and noted in ``last_read``.
     """
 
-    __slots__ = ("copy_out", "keys", "last_read", "page_size", "spec", "values", "written")
+    __slots__ = ("copy_out", "due", "keys", "last_read", "page_size", "spec", "values", "writes", "written")
 
     def __init__(self, spec: LayerSpec, page_size: int) -> None:
         self.spec = spec
@@ -116,6 +119,8 @@ class LayerPages:
         self.values: mx.array | None = None
         self.written: mx.array | None = None
         self.last_read: mx.array | None = None
+        self.due: list[mx.array] = []
+        self.writes = 0
         self.copy_out: CopyOut | None = None
 
     @property
@@ -182,4 +187,18 @@ class LayerPages:
 
     def state(self) -> list[mx.array]:
         """Arrays whose evaluation forces every write so far."""
-        return [array for array in (self.keys, self.values, self.written) if array is not None]
+        return [*(array for array in (self.keys, self.values, self.written) if array is not None), *self.due]
+
+    def before_write(self, keys: mx.array) -> mx.array:
+        """``keys`` about to be written, after what is due.
+
+        Where a model doesn't read what it writes (an indexer, while the context is short) the writes would pile up
+        unevaluated: now and then they are started.
+        """
+        self.writes += 1
+        if self.writes % WRITES_PENDING == 0:
+            mx.async_eval(self.state())  # type: ignore[no-untyped-call]
+        if self.due:
+            keys = mx.depends(keys, self.due)
+            self.due = []
+        return keys

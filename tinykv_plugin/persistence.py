@@ -19,6 +19,7 @@ from .packed_cache import PackedKVCache, is_quantized, quantized_cache, stored_r
 from .pages import LayerSpec
 from .restore import HeldTokens, fill
 from .session import KEPT_TOKENS, PagedSession
+from .unused import UnusedCache
 
 if TYPE_CHECKING:
     from .attachment import Attachment
@@ -33,7 +34,7 @@ def save_prompt_cache(file_name: str | os.PathLike[str], cache: Sequence[Any], m
     """
     dense = layout.replace_leaves(
         cache,
-        {index: _dense(leaf) for index, leaf in enumerate(layout.leaves(cache)) if isinstance(leaf, PagedKVCache)},
+        {index: _dense(leaf) for index, leaf in enumerate(layout.leaves(cache))},
     )
     path = Path(file_name)
     # mlx appends the suffix to a name without it, so the temporary name carries it too.
@@ -106,6 +107,8 @@ def adopt(cache: list[Any], kv: Attachment, source: object = "this prompt cache"
         if isinstance(target, PagedKVCache):
             held[index] = _held(leaf, target, index, source)
             lengths.add(int(leaf.offset))
+        elif isinstance(target, UnusedCache) and leaf.empty():
+            continue
         elif type(leaf) is not type(target):
             raise PromptCacheFileError(
                 source, f"layer {index} is a {type(leaf).__name__}, the model's is a {type(target).__name__}"
@@ -120,7 +123,7 @@ def adopt(cache: list[Any], kv: Attachment, source: object = "this prompt cache"
             except CacheStateError as error:
                 raise PromptCacheFileError(source, str(error)) from None
         mx.eval([leaf.state for leaf in expected if isinstance(leaf, PagedKVCache)])
-    kept = {i: leaf for i, leaf in enumerate(own) if not isinstance(expected[i], PagedKVCache)}
+    kept = {i: leaf for i, leaf in enumerate(own) if not isinstance(expected[i], PagedKVCache | UnusedCache)}
     cache[:] = layout.replace_leaves(paged, kept)
 
 
@@ -137,22 +140,30 @@ def _is_limited(leaf: Any) -> bool:
     return isinstance(leaf, mlx_cache.RotatingKVCache | PackedKVCache) and leaf.keep == KEPT_TOKENS
 
 
-def _dense(leaf: PagedKVCache) -> Any:
-    """A paged cache's tokens in the class mlx-lm would have used, if it has one."""
+def _dense(leaf: Any) -> Any:
+    """A paged cache's tokens in the class mlx-lm would have used, if it has one; other caches as they are."""
+    if isinstance(leaf, UnusedCache):
+        return leaf.stock()
+    if not isinstance(leaf, PagedKVCache):
+        return leaf
     retention = leaf._row.tables[leaf._layer.group].retention
     spec = leaf._layer.spec
     if not leaf.empty() and spec is not None and spec != spec.unpacked:
         stored = leaf._session.read(leaf._layer, leaf._row)
         return quantized_cache(spec, *stored, leaf.offset, retention.window, retention.keep)
     dense: Any
-    if retention.window is None:
+    if leaf._layer.chunk is not None:
+        dense = mlx_cache.ChunkedKVCache(leaf._layer.chunk)
+    elif retention.window is None:
         dense = mlx_cache.KVCache()
     else:
         dense = mlx_cache.RotatingKVCache(max_size=retention.window, keep=retention.keep)
     if not leaf.empty():
         dense.keys, dense.values = leaf.keys_and_values()
         dense.offset = leaf.offset
-        if retention.window is not None:
+        if leaf._layer.chunk is not None:
+            dense.start_position = leaf.offset - dense.keys.shape[2]
+        elif retention.window is not None:
             dense._idx = dense.keys.shape[2]
     return dense
 
@@ -171,7 +182,11 @@ def _held(leaf: Any, target: PagedKVCache, index: int, source: object) -> HeldTo
             return HeldTokens(0, [])
         keys, values = leaf.keys_and_values()
         return HeldTokens(0, [(leaf.offset, keys, values)])
-    if type(leaf) is not mlx_cache.RotatingKVCache or leaf.max_size != window:
+    if type(leaf) is mlx_cache.ChunkedKVCache and leaf.chunk_size == target._layer.chunk:
+        if leaf.keys is None:
+            return HeldTokens(0, [])
+        return HeldTokens(leaf.start_position, [(leaf.offset, *leaf.keys_and_values())])
+    if type(leaf) is not mlx_cache.RotatingKVCache or leaf.max_size != window or target._layer.chunk is not None:
         raise PromptCacheFileError(
             source,
             f"layer {index} is a {type(leaf).__name__} with a window of {getattr(leaf, 'max_size', None)}; "

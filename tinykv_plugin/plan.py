@@ -10,8 +10,8 @@ from typing import Any
 from . import layout
 from .kv_format import KVFormat
 from .layer import PagedLayer
-from .protocols import AttachContext, AttentionBackend, LayerChoice, LayerPlan
-from .trace import trace
+from .protocols import AttachContext, AttentionBackend, ConfigurableBackend, LayerChoice, LayerPlan
+from .trace import TraceResult, trace
 
 log = logging.getLogger("tinykv")
 
@@ -21,7 +21,8 @@ class CachePlan:
 
     ``layers`` are the paged leaves; ``groups`` maps a cache group's name to its window; ``lines`` is what
     ``kv.plan`` shows, one per entry of the model's cache list; ``writer`` is the backend that owns the pages;
-    ``stateful`` are the leaves that are kept as the model made them and hold something.
+    ``stateful`` are the leaves that are kept as the model made them and hold something, ``unused`` those that it never
+    writes.
     """
 
     def __init__(
@@ -31,8 +32,10 @@ class CachePlan:
         lines: Sequence[LayerPlan],
         writer: AttentionBackend,
         stateful: Sequence[int],
+        unused: Sequence[int] = (),
     ) -> None:
         self.layers = layers
+        self.unused = unused
         self.groups = groups
         self.lines = lines
         self.writer = writer
@@ -42,36 +45,40 @@ class CachePlan:
 def make_plan(context: AttachContext) -> CachePlan:
     """Ask the adapter, trace the model, choose backends. Raises ConfigError if its K/V can't be stored as asked."""
     kv_format = KVFormat.of(context.config)
+    for backend in context.backends:
+        if isinstance(backend, ConfigurableBackend):
+            backend.configure(context.config)
     own = context.own_cache()
     choices = list(context.adapter.choose(context.model, layout.leaves(own)))
     traced = trace(context.model, context.own_cache, choices, context.config.page_size)
+    backends, refused = _able(context.backends, traced)
     groups: dict[str, int | None] = {}
     layers: list[PagedLayer] = []
     lines: dict[int, LayerPlan] = {}
-    unwritten: set[int] = set()
+    unused: list[int] = []
     for index, choice in enumerate(choices):
         seen = traced.layers.get(index)
         if seen is not None and traced.failure:
             choice = LayerChoice("dense", reason=f"the model can't run on paged caches: {traced.failure}")
         elif seen is not None and seen.spec is None:
             choice = LayerChoice("dense", reason="the model never writes this cache")
-            unwritten.add(index)
+            unused.append(index)
         if choice.kind == "dense" or seen is None:
             lines[index] = LayerPlan(index, "dense", "dense", "mlx-lm", choice.reason)
             continue
-        name = "full" if choice.window is None else f"window {choice.window}"
+        name = "full" if choice.window is None else f"{choice.kind} {choice.window}"
         groups.setdefault(name, choice.window)
-        reason = "; ".join(part for part in (choice.reason, seen.touched) if part)
+        reason = "; ".join(part for part in (choice.reason, seen.touched, *refused) if part)
         assert seen.spec is not None
         spec = seen.spec.stored_as(kv_format)
         layer = PagedLayer(index, choice, list(groups).index(name), not seen.touched, reason, spec)
-        layer.backends = context.backends
+        layer.backends = backends
         layers.append(layer)
         request = seen.request and replace(seen.request, keys=spec.keys, values=spec.values)
         lines[index] = layer.describe(request)
-    stateful = [index for index, line in lines.items() if line.kind == "dense" and index not in unwritten]
-    writer = _writer(context, list(lines.values()))
-    plan = CachePlan(layers, groups, _by_entry(own, lines), writer, stateful)
+    stateful = [index for index, line in lines.items() if line.kind == "dense" and index not in unused]
+    writer = _writer(backends, list(lines.values()))
+    plan = CachePlan(layers, groups, _by_entry(own, lines), writer, stateful, unused)
     config = context.config
     log.info("%s: pages of %d tokens, written by %s", type(context.model).__name__, config.page_size, plan.writer.name)
     for line in plan.lines:
@@ -93,10 +100,19 @@ def _because(reason: str) -> str:
     return f" ({reason})" if reason else ""
 
 
-def _writer(context: AttachContext, lines: Sequence[LayerPlan]) -> AttentionBackend:
+def _able(backends: Sequence[AttentionBackend], traced: TraceResult) -> tuple[list[AttentionBackend], list[str]]:
+    """The backends that can write all layers of a model, as the one that owns its pages must, and why others can't."""
+    if all(layer.spec is None or layer.spec.value_dim for layer in traced.layers.values()):
+        return list(backends), []
+    able = [backend for backend in backends if "keys_only" in getattr(backend, "features", ())]
+    others = [f"{backend.name}: layers with keys only are not supported" for backend in backends if backend not in able]
+    return able, others
+
+
+def _writer(backends: Sequence[AttentionBackend], lines: Sequence[LayerPlan]) -> AttentionBackend:
     """The backend that owns the pages: the first that reads some layer directly, else the last, which can all."""
     reading = {line.backend for line in lines if line.attention == "direct"}
-    return next((backend for backend in context.backends if backend.name in reading), context.backends[-1])
+    return next((backend for backend in backends if backend.name in reading), backends[-1])
 
 
 def _by_entry(own: Sequence[Any], lines: dict[int, LayerPlan]) -> list[LayerPlan]:

@@ -177,9 +177,11 @@ class PagePool:
             try:
                 resized.append(pages)
                 self._backend.resize(pages, new)
-            except (MemoryError, RuntimeError) as error:
+            except Exception as error:
                 for done in resized:
                     self._backend.resize(done, old)
+                if not isinstance(error, MemoryError | RuntimeError):
+                    raise
                 raise PoolGrowthError(old, new, (new - old) * pages.page_bytes, str(error)) from None
             finally:
                 # The old arrays' buffers would otherwise stay in mlx's cache, next to the new ones.

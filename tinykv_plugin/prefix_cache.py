@@ -129,6 +129,16 @@ class PrefixCache:
         with self._session.lock:
             return self.index.nbytes
 
+    def confine(self, same_layers: bool) -> None:
+        """For a model divided between processes: all of them must find the same prompts.
+
+        What is on one's disk may not be on another's. And where their layers differ (``same_layers`` is False), so do
+        the bytes that decide what is evicted: then nothing is stored.
+        """
+        self._disk = self.index.on_evict = None
+        if not same_layers:
+            self._share = 0.0
+
     # For the generator and the server -------------------------------------------------------------------------------
 
     @property
@@ -174,6 +184,7 @@ class PrefixCache:
         """
         session = self._session
         asked = tokens if limit is None else tokens[: limit + 1]
+        session.agree()
         with session.lock:
             session.enter()
             cut, found = self._find(asked, max_kv_size)

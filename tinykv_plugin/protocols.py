@@ -58,7 +58,10 @@ class AttentionRequest:
 
     ``query_len`` is the number of query tokens per row (the longest); ``keep`` the number of first tokens that a
     window doesn't drop (``max_kv_size``). ``keys`` and ``values`` say how the pages pack them (None: they hold
-    ``dtype``); only backends with an attribute ``reads_quantized`` that is true are asked about packed ones.
+    ``dtype``); only backends with an attribute ``reads_quantized`` that is true are asked about packed ones. The last
+    two are asked only of backends that name them in their attribute ``features``: ``softcap``, scores are
+    ``softcap * tanh(scores / softcap)`` before the softmax (``attend`` gets it as a keyword argument); ``chunk``, a
+    query sees its own chunk of that many positions only (as its mask says).
     """
 
     query_heads: int
@@ -74,6 +77,13 @@ class AttentionRequest:
     sinks: bool
     keys: Affine | None = None
     values: Affine | None = None
+    softcap: float | None = None
+    chunk: int | None = None
+
+    @property
+    def features(self) -> set[str]:
+        """What a backend must name among its ``features`` to be asked."""
+        return {name for name in ("softcap", "chunk") if getattr(self, name) is not None}
 
 
 @runtime_checkable
@@ -81,7 +91,8 @@ class AttentionBackend(Protocol):
     """Reads and writes pages. One backend writes all layers of an attachment; each layer may be read by another.
 
     ``direct`` is False for a backend that copies pages together before it attends. ``priority`` orders the
-    candidates of ``attention="auto"``, highest first.
+    candidates of ``attention="auto"``, highest first. An attribute ``features`` may name what a backend knows beyond
+    this interface: see :class:`AttentionRequest`, and "keys_only" for layers whose values have no dims.
     """
 
     name: str
@@ -138,6 +149,15 @@ class TriedBackend(AttentionBackend, Protocol):
 
 
 @runtime_checkable
+class ConfigurableBackend(AttentionBackend, Protocol):
+    """A backend that looks at the settings of the attachments it serves."""
+
+    def configure(self, config: KVCacheConfig) -> None:
+        """Called before a model's layers are planned."""
+        ...
+
+
+@runtime_checkable
 class GatheringBackend(AttentionBackend, Protocol):
     """The backend of last resort: supports every request, and copies pages together for models that need arrays."""
 
@@ -169,6 +189,28 @@ class ModelAdapter(Protocol):
 
     def choose(self, model: Any, own: Sequence[Any]) -> Sequence[LayerChoice]:
         """One choice for each leaf cache of ``own``, what the model's own ``make_cache()`` returned, flattened."""
+        ...
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A function of a model's module or class that is replaced while a model is attached.
+
+    ``make`` gets the function that is there and returns the new one, which must behave as the old one for caches that
+    are not paged: other models in the process may use the same class.
+    """
+
+    owner: ModuleType | type
+    name: str
+    make: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@runtime_checkable
+class ReplacingAdapter(ModelAdapter, Protocol):
+    """An adapter for models whose own code stands in the way of reading pages."""
+
+    def replacements(self, model: Any) -> Sequence[Replacement]:
+        """What to replace in the code of ``model`` until it is detached."""
         ...
 
 

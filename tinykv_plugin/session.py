@@ -15,6 +15,7 @@ from . import __version__
 from .audit import audit
 from .block_table import BlockTable
 from .cache import PagedKVCache
+from .distributed import alike, is_divided, smallest, world
 from .errors import CacheStateError, ConfigError
 from .hookspecs import RequestFreed
 from .journal import Journal
@@ -34,6 +35,7 @@ from .sequence import PagedSequence
 from .stats import PoolStats, collect
 from .step import GroupStep, Step
 from .table import PageTable, Retention
+from .unused import UnusedCache
 
 # Tokens at the start that a size limit keeps, as mlx-lm's make_prompt_cache does.
 KEPT_TOKENS = 4
@@ -68,6 +70,7 @@ class PagedSession:
         self.freed_filled = 0
         self.cow_copies = 0
         self.closed = False
+        self._agreed = False
         self.writer: AttentionBackend = plan.writer
         self.gather = context.gather
         self._context = context
@@ -102,6 +105,28 @@ class PagedSession:
             self, context.model, config.prefix_cache, int(config.prefix_states * budget.total), disk
         )
 
+    def agree(self) -> None:
+        """Where the model is divided between processes, give all of them room for as many tokens; once.
+
+        All must call it at the same point, as they do what computes. The process with the least room decides, so that
+        every reservation succeeds in all of them or in none.
+        """
+        if self._agreed:
+            return
+        self._agreed = True
+        group = world()
+        if group is None or not is_divided(self._context.model):
+            return
+        page_bytes = sum(pool.page_bytes for pool in self.pools)
+        pages = smallest(self.budget.total // page_bytes if page_bytes else self.budget.total, group)
+        self.budget.total = min(self.budget.total, pages * page_bytes)
+        same = alike(f"{[(pool.name, len(pool.layers)) for pool in self.pools]} {len(self.stateful)}", group)
+        self.prefix.confine(same)
+        if not same:
+            # None of the pools here may outgrow those elsewhere.
+            for pool in self.pools:
+                pool.max_pages = pages if pool.max_pages is None else min(pages, pool.max_pages)
+
     @property
     def plan(self) -> Sequence[LayerPlan]:
         """One line per entry of the model's cache list."""
@@ -109,8 +134,8 @@ class PagedSession:
 
     @property
     def max_pages(self) -> int | None:
-        """The setting: most pages in a cache group."""
-        return self._context.config.max_pages
+        """Most pages in a cache group."""
+        return min((pool.max_pages for pool in self.pools if pool.max_pages is not None), default=None)
 
     @property
     def page_size(self) -> int:
@@ -160,8 +185,9 @@ class PagedSession:
 
     def caches(self, row: PagedSequence, others: Mapping[int, Any]) -> list[Any]:
         """The caches of ``row`` in the shape of the model's own list; ``others`` are those of layers without pages."""
-        paged = {layer.index: self.single(layer, row) for layer in self.layers}
-        return replace_leaves(self._context.own_cache(), {**paged, **others})
+        ours: dict[int, Any] = {layer.index: self.single(layer, row) for layer in self.layers}
+        ours |= {index: UnusedCache() for index in self._plan.unused}
+        return replace_leaves(self._context.own_cache(), {**ours, **others})
 
     def retentions(self, max_kv_size: int | None) -> list[Retention]:
         """What a request keeps in each group. mlx-lm's size limit keeps the first :data:`KEPT_TOKENS` tokens."""
@@ -203,6 +229,7 @@ class PagedSession:
 
         Row ``i`` gets ``query_lens[i]`` more tokens. Raises OutOfPagesError or PoolGrowthError with nothing changed.
         """
+        self.agree()
         self.enter()
         short = self._short_of_slots(rows, query_lens)
         if short:
@@ -241,7 +268,8 @@ class PagedSession:
             if threading.get_ident() != self._thread:
                 self.enter()  # another thread was here since the step began
             metadata = PagedKVMetadata(self.pages_for(layer, keys, values), step.groups[layer.group])
-            self.writer.write(metadata, *metadata.pages.spec.encode(keys, values))
+            keys, values = metadata.pages.spec.encode(keys, values)
+            self.writer.write(metadata, metadata.pages.before_write(keys), values)
         except BaseException:
             if not step.done:
                 for row in step.live_rows():
@@ -388,14 +416,14 @@ class PagedSession:
             return
         layers = [pages for pool in self.pools for pages in pool.layers.values()]
         try:
-            mx.eval([pages.state() for pages in layers])
+            mx.eval([[*pages.state(), pages.last_read] for pages in layers])
         except RuntimeError as error:
             raise CacheStateError(
                 f"another thread is in the middle of a step of this model ({error}); "
                 f"let it finish (mx.eval its output) before this thread uses the model"
             ) from None
         for pages in layers:
-            pages.last_read = None  # that thread's, which can't be used here
+            pages.last_read = None  # that thread's, and over
         self._thread = thread
 
 

@@ -72,6 +72,12 @@ class PageTable:
         dropped = max(0, self.dropped - self.kept_pages) * self.page_size
         return tokens - min(tokens, dropped)
 
+    def view(self, first: int) -> PageTable:
+        """A table of the pages from the logical page ``first`` on, for reading only: it holds no page."""
+        view = PageTable(self._allocator, self._journal, self.page_size, Retention())
+        view.pages = self.pages[first:]
+        return view
+
     def owned(self) -> PageTable:
         """This table if one sequence holds it, else a copy for the caller, who gives up its share of this one."""
         if self.holders == 1:

@@ -35,7 +35,16 @@ class LayerTrace:
     request: AttentionRequest | None = None
     page_size: int = 1
 
-    def attend(self, queries: mx.array, metadata: Any, *, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+    def attend(
+        self,
+        queries: mx.array,
+        metadata: Any,
+        *,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
+        softcap: float | None = None,
+    ) -> mx.array:
         """Stands for a backend's ``attend``: notes what is asked and returns zeros of the right shape."""
         assert self.spec is not None
         batch, heads, count, _ = queries.shape
@@ -51,6 +60,8 @@ class LayerTrace:
             window=self.choice.window,
             keep=0,
             sinks=sinks is not None,
+            softcap=softcap,
+            chunk=mask.chunk if isinstance(mask, PagedMask) else None,
         )
         return mx.zeros((batch, heads, count, self.spec.value_dim), queries.dtype)
 
@@ -61,18 +72,29 @@ class TraceCache:
     def __init__(self, layer: LayerTrace, offset: int, blame: Blame) -> None:
         self.layer = layer
         self.offset = offset
+        self.window = layer.choice.window
+        self.keys = self.values = mx.zeros((0,))
         self._blame = blame
+        self._arrays: tuple[mx.array, mx.array] | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         layer = self.layer
         layer.spec = LayerSpec.of(keys, values)
+        layer.touched = layer.touched or self._blame.known.get((layer.choice, layer.spec), "")
         columns = prior_tokens(self.offset, layer.choice.window) + keys.shape[2]
         self.offset += keys.shape[2]
+        self._arrays = (
+            mx.zeros((*keys.shape[:2], columns, keys.shape[3]), keys.dtype),
+            mx.zeros((*values.shape[:2], columns, values.shape[3]), values.dtype),
+        )
+        return self.newest()
+
+    def newest(self) -> tuple[Any, Any]:
+        """As :meth:`LayerView.newest <tinykv_plugin.view.LayerView.newest>`."""
+        layer = self.layer
         if layer.touched:
-            return (
-                mx.zeros((*keys.shape[:2], columns, keys.shape[3]), keys.dtype),
-                mx.zeros((*values.shape[:2], columns, values.shape[3]), values.dtype),
-            )
+            assert self._arrays is not None, "nothing was written"
+            return self._arrays
         self._blame.last = layer
         shared: Any = object()  # no pages: keys and values only have to belong together
         return PagedKV(layer, shared, "keys"), PagedKV(layer, shared, "values")
@@ -83,7 +105,9 @@ class TraceCache:
         handles = not self.layer.touched
         if handles:
             self._blame.masked = self.layer
-        return sequence_mask(N, self.offset, self.layer.choice.window, handles, return_array, window_size)
+        choice = self.layer.choice
+        chunk = choice.window if choice.kind == "chunked" else None
+        return sequence_mask(N, self.offset, choice.window, handles, return_array, window_size, chunk=chunk)
 
     def size(self) -> int:
         return self.offset
@@ -98,8 +122,12 @@ class TraceCache:
 
 @dataclass
 class Blame:
-    """Whose handle or mask was handed out last: an exception that names no layer is put down to it."""
+    """Whose handle or mask was handed out last: an exception that names no layer is put down to it.
 
+    ``known`` is what the model does with the K/V of layers of a kind and shape.
+    """
+
+    known: dict[tuple[LayerChoice, LayerSpec], str]
     last: LayerTrace | None = None
     masked: LayerTrace | None = None
 
@@ -131,9 +159,10 @@ def trace(
     if not layers:
         return result
     # Far enough in that every window has something to mask.
+    known: dict[tuple[LayerChoice, LayerSpec], str] = {}
     start = max(8, *(choice.window + 1 for choice in choices if choice.window is not None), 8)
     while True:
-        blame = Blame()
+        blame = Blame(known)
         caches = replace_leaves(own_cache(), {i: TraceCache(layer, start, blame) for i, layer in layers.items()})
         try:
             model(mx.zeros((1, 2), mx.int32), cache=caches)
@@ -149,8 +178,10 @@ def trace(
             result.failure = touched
             log.info("the dry trace of %s failed: %s", type(model).__name__, touched)
             return result
+        if culprit.spec is not None:
+            known[culprit.choice, culprit.spec] = touched
         for layer in layers.values():
-            if layer.choice == culprit.choice and layer.spec in (None, culprit.spec):
+            if (layer.choice, layer.spec) == (culprit.choice, culprit.spec):
                 layer.touched = touched
 
 

@@ -15,6 +15,12 @@ from tinykv_plugin.protocols import LayerChoice, ModelAdapter
 ATTENTION = "scaled_dot_product_attention"
 
 
+def model_file(model: Any) -> str:
+    """The name of the file of ``mlx_lm.models`` that ``model`` is from; empty for a model from elsewhere."""
+    package, _, name = type(model).__module__.rpartition(".")
+    return name if package == "mlx_lm.models" else ""
+
+
 class GeneralAdapter:
     """Pages plain and rotating K/V caches; leaves everything else as mlx-lm made it, with the reason."""
 
@@ -32,11 +38,11 @@ class GeneralAdapter:
 
     def choose(self, model: Any, own: Sequence[Any]) -> Sequence[LayerChoice]:
         """Full pages for plain caches, window pages for rotating ones, others as they are."""
-        return [_choice(cache) for cache in own]
+        return [general_choice(cache) for cache in own]
 
 
-def _choice(cache: Any) -> LayerChoice:
-    """The exact types only: a subclass may keep more than K and V."""
+def general_choice(cache: Any) -> LayerChoice:
+    """What to do with one of mlx-lm's own caches. The exact types only: a subclass may keep more than K and V."""
     kind = type(cache)
     if kind is mlx_cache.KVCache:
         return LayerChoice("full")
@@ -47,7 +53,7 @@ def _choice(cache: Any) -> LayerChoice:
     return LayerChoice("dense", reason=f"{kind.__name__} is kept as mlx-lm made it")
 
 
-@hookimpl
+@hookimpl(trylast=True)
 def tinykv_model_adapters() -> list[ModelAdapter]:
-    """This module's adapter."""
+    """This module's adapter; asked after all others, as it serves any model."""
     return [GeneralAdapter()]

@@ -27,7 +27,7 @@ class MetalBackend:
     name = "metal"
     direct = True
     priority = 10
-    features = frozenset({"softcap"})
+    features = frozenset({"softcap", "keys_only"})
     reads_quantized = True
 
     @functools.cached_property

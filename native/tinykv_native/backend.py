@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from tinykv_plugin.config import KVCacheConfig
     from tinykv_plugin.kv_format import Affine
     from tinykv_plugin.metadata import PagedKVMetadata, PagedMask
     from tinykv_plugin.pages import LayerPages
@@ -27,6 +28,7 @@ class CpuBackend:
     name = "cpu"
     direct = True
     priority = 10
+    features = frozenset({"softcap", "keys_only"})
     reads_quantized = True
 
     def supports(self, request: AttentionRequest) -> list[str]:
@@ -59,21 +61,25 @@ class CpuBackend:
     def resize(self, pages: LayerPages, num_pages: int) -> None:
         """Give ``pages`` room for ``num_pages`` pages; what is in the first pages stays where it is.
 
-        Address space is reserved at the first call, for ``pages.max_pages`` if it has that and for as much as the
-        machine has memory otherwise; the system gives memory for a page when it is written.
+        Address space is reserved at the first call, for as much as the machine has memory; the system gives memory for
+        a page when it is written.
         Raises MemoryError with ``pages`` unchanged.
         """
         native = self._native()
         if num_pages == 0:
             pages.keys = pages.values = pages.written = pages.last_read = None
             return
-        reserve = getattr(pages, "max_pages", None) or 0
         if pages.keys is not None and not native.fits(pages.keys, num_pages):
             self.wait(pages)  # the pages have to be copied
         key_shape, value_shape = pages.shape(num_pages)
         key_dtype, value_dtype = pages.dtypes
-        keys = native.resize_pages(pages.keys, list(key_shape), key_dtype, reserve)
-        values = native.resize_pages(pages.values, list(value_shape), value_dtype, reserve)
+        keys = native.resize_pages(pages.keys, list(key_shape), key_dtype, 0)
+        if pages.spec.value_dim:
+            values = native.resize_pages(pages.values, list(value_shape), value_dtype, 0)
+        else:
+            import mlx.core as mx
+
+            values = mx.zeros(value_shape, value_dtype)
         pages.keys, pages.values = keys, values
 
     def write(self, metadata: PagedKVMetadata, keys: mx.array, values: mx.array) -> None:
@@ -83,10 +89,10 @@ class CpuBackend:
             pages,
             self._native().write_pages(
                 pages.keys,
-                pages.values,
+                _values_of(pages),
                 metadata.slot_mapping,
                 keys,
-                values,
+                values if pages.spec.value_dim else keys,
                 written=pages.written,
                 last_read=pages.last_read,
             ),
@@ -100,7 +106,7 @@ class CpuBackend:
             pages,
             self._native().copy_pages(
                 pages.keys,
-                pages.values,
+                _values_of(pages),
                 list(sources),
                 list(targets),
                 written=pages.written,
@@ -115,7 +121,7 @@ class CpuBackend:
         self._changed(
             pages,
             self._native().discard_pages(
-                pages.keys, pages.values, list(page_ids), written=pages.written, last_read=pages.last_read
+                pages.keys, _values_of(pages), list(page_ids), written=pages.written, last_read=pages.last_read
             ),
         )
 
@@ -178,6 +184,13 @@ class CpuBackend:
         """Threads that share the work of one operation."""
         return int(self._native().threads())
 
+    def configure(self, config: KVCacheConfig) -> None:
+        """Take over the setting ``threads``, for the whole process."""
+        from .extension import extension
+
+        if config.threads is not None and not extension().problem:
+            self.set_threads(config.threads)
+
     def set_threads(self, threads: int) -> None:
         """Use ``threads`` threads from now on in the whole process; 0 for one per processor."""
         self._native().set_threads(threads)
@@ -193,6 +206,11 @@ class CpuBackend:
         if loaded.module is None:
             raise RuntimeError(f"the backend {self.name!r} can't be used: {loaded.problem}")
         return loaded.module
+
+
+def _values_of(pages: LayerPages) -> mx.array | None:
+    """The pages that values are written to: those of the keys, once more, where a model keeps keys only."""
+    return pages.values if pages.spec.value_dim else pages.keys
 
 
 def _packing(packed: Affine | None, dim: int, dtype: mx.Dtype) -> tuple[int, int, int, mx.Dtype] | None:

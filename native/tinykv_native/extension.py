@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
-import os
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import mlx.core as mx
 
-THREADS_VARIABLE = "TINYKV_THREADS"
 _REBUILD = "reinstall tinykv-native to build it for this environment"
-
-log = logging.getLogger("tinykv")
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,6 @@ def extension() -> Extension:
         problem = f"{type(error).__name__}: {error}"
     if problem:
         return Extension(None, f"the compiled module doesn't work here ({_first_line(problem)}); {_REBUILD}")
-    _set_threads(module)
     return Extension(module, "")
 
 
@@ -76,14 +70,6 @@ def _try(module: Any) -> str:
         output, _ = module.attend(mx.zeros((1, 1, 1, 8)), *pages, zero, two, one, scale=1.0, written=written)
         right = mx.allclose(output, values.mean(axis=2, keepdims=True)).item()
     return "" if right else "it computes a wrong result"
-
-
-def _set_threads(module: Any) -> None:
-    wanted = os.environ.get(THREADS_VARIABLE, "").strip()
-    if wanted.isdecimal():
-        module.set_threads(int(wanted))
-    elif wanted:
-        log.warning("%s=%s is not a number of threads; one per processor is used", THREADS_VARIABLE, wanted)
 
 
 def _first_line(text: str) -> str:

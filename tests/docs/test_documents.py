@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -52,7 +53,18 @@ def test_python_versions_agree() -> None:
 def test_every_folder_of_tests_is_run_by_default_or_by_an_environment_of_its_own() -> None:
     folders = {path.parent.relative_to(ROOT).parts[1] for path in (ROOT / "tests").glob("*/test_*.py")}
     default = set(re.findall(r'"tests/(\w+)"', read("pyproject.toml").split("testpaths = ")[1].splitlines()[0]))
-    assert folders <= default | {"native", "packaging"}
+    assert folders <= default | {"archs", "distributed", "native", "packaging"}
+    assert '"tests/archs/test_[!a]*.py"' in read("pyproject.toml"), "all but the architectures themselves"
+    assert "pytest tests{/}archs" in read("tox.ini") and "pytest tests{/}distributed" in read("tox.ini")
+
+
+def test_the_table_of_models_is_current() -> None:
+    """If this fails: python docs/models.py"""
+    code = "import json, sys; sys.path[:0] = ['docs']; import models; print(models.page(json.load(sys.stdin)), end='')"
+    command, table = [sys.executable, "-c", code], read("docs/models.json")
+    page = subprocess.run(command, cwd=ROOT, input=table, capture_output=True, text=True, check=True)
+    assert page.stdout == read("docs/models.md")
+    assert f"{len(json.loads(table)['models'])} of its model files are tested" in read("README.md")
 
 
 def test_the_command_reference_is_current() -> None:

@@ -18,12 +18,18 @@ from tinykv_plugin.step import GroupStep
 pytestmark = pytest.mark.checked
 
 
+def held(pages: LayerPages) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """What is in the pools after everything that was asked for."""
+    mx.eval(pages.state())
+    return wide(pages.keys), wide(pages.values)
+
+
 def step_of(case: Case, query_lens: list[int], width: int) -> PagedKVMetadata:
     return PagedKVMetadata(case.pages, GroupStep(case.step.tables, list(case.contexts), query_lens, width))
 
 
 def expected_pools(case: Case, query_lens: list[int], keys: mx.array, values: mx.array) -> list[np.ndarray[Any, Any]]:
-    pools = [wide(case.pages.keys), wide(case.pages.values)]
+    pools = list(held(case.pages))
     for row, (context, count) in enumerate(zip(case.contexts, query_lens, strict=True)):
         for new in range(count):
             position = context - count + new
@@ -44,9 +50,8 @@ def test_writes_are_in_place(backend: Any, dtype: Any, key_dim: int, value_dim: 
     before = case.pages.keys, case.pages.values
     backend.write(step_of(case, [4, 1, 3], 4), keys, values)
     assert (case.pages.keys, case.pages.values) == before
-    mx.eval(case.pages.state())
-    for pool, expected in zip(before, right, strict=True):
-        np.testing.assert_array_equal(wide(pool), expected)
+    for pool, expected in zip(held(case.pages), right, strict=True):
+        np.testing.assert_array_equal(pool, expected)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8])
@@ -55,17 +60,17 @@ def test_decode_steps_write_one_token_per_row(backend: Any, rows: int) -> None:
     keys, values = new_tokens(case, 1)
     right = expected_pools(case, [1] * rows, keys, values)
     backend.write(case.metadata, keys, values)
-    np.testing.assert_array_equal(wide(case.pages.keys), right[0])
-    np.testing.assert_array_equal(wide(case.pages.values), right[1])
+    for pool, expected in zip(held(case.pages), right, strict=True):
+        np.testing.assert_array_equal(pool, expected)
 
 
 def test_a_step_without_tokens_writes_nothing(backend: Any) -> None:
     case = Case([20, 5], 2, [2, 2]).fill(backend)
-    before = wide(case.pages.keys)
+    before, _ = held(case.pages)
     keys, values = new_tokens(case, 2)
     nothing = step_of(case, [0, 0], 2)
     backend.write(nothing, keys, values)
-    np.testing.assert_array_equal(wide(case.pages.keys), before)
+    np.testing.assert_array_equal(held(case.pages)[0], before)
     assert case.pages.written is not None
 
 
@@ -74,13 +79,13 @@ def test_copies_of_pages(backend: Any, dtype: Any) -> None:
     """In order: a page that was a target is a source afterwards, and is overwritten once more."""
     case = Case([64, 48], dtype=dtype, value_dim=32, key_dim=64).fill(backend)
     sources, targets = [0, 1, 2, 4, 0], [1, 2, 3, 0, 4]
-    pools = [wide(case.pages.keys), wide(case.pages.values)]
+    pools = held(case.pages)
     for pool in pools:
         for source, target in zip(sources, targets, strict=True):
             pool[target] = pool[source]
     backend.copy_pages(case.pages, sources, targets)
-    np.testing.assert_array_equal(wide(case.pages.keys), pools[0])
-    np.testing.assert_array_equal(wide(case.pages.values), pools[1])
+    for pool, expected in zip(held(case.pages), pools, strict=True):
+        np.testing.assert_array_equal(pool, expected)
 
 
 def test_pools_grow_and_shrink_with_what_is_in_them(backend: Any) -> None:

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import models
 import pytest
 
+import tinykv_plugin as tinykv
+from tinykv_native.backend import CpuBackend
 from tinykv_plugin.manager import PluginManager
 from tinykv_plugin.protocols import AttentionBackend, AttentionRequest
 
@@ -142,10 +145,18 @@ def test_a_plugin_list_does_not_load_mlx() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_threads_are_set_by_the_environment() -> None:
-    program = "from tinykv_native.backend import CpuBackend; print(CpuBackend().threads)"
-    for value, expected in (("3", "3"), ("1", "1")):
-        done = subprocess.run(
-            [sys.executable, "-c", program], check=True, capture_output=True, text=True, env={"TINYKV_THREADS": value}
-        )
-        assert done.stdout.strip() == expected
+def test_threads_are_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = CpuBackend()
+    for source in ("field", "environment"):
+        backend.set_threads(2)
+        if source == "environment":
+            monkeypatch.setenv("TINYKV_THREADS", "3")
+        fields = {"threads": 3} if source == "field" else {}
+        with tinykv.attach(models.shared("llama"), **fields) as kv:
+            assert kv.plan[0].backend == "cpu"
+            assert backend.threads == 3
+    backend.set_threads(0)
+    with pytest.raises(
+        tinykv.ConfigError, match=r"threads: 0 is not allowed: it must be a whole number from 1 to 1024"
+    ):
+        tinykv.KVCacheConfig(threads=0)

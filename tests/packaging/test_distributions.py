@@ -15,11 +15,12 @@ PACKAGES = {
     "tinykv_adapters": ROOT / "adapters" / "tinykv_adapters",
     "tinykv_metal": ROOT / "metal" / "tinykv_metal",
 }
+ADAPTERS = [path.stem for path in PACKAGES["tinykv_adapters"].glob("[a-z]*.py")]
 BUILT_IN = {
     "paged": "tinykv_plugin.paged_provider",
     "dense": "tinykv_plugin.dense_provider",
     "gather": "tinykv_plugin.gather",
-    "general": "tinykv_adapters.general",
+    **{name: f"tinykv_adapters.{name}" for name in ADAPTERS},
     "metal": "tinykv_metal.plugin",
 }
 

@@ -66,6 +66,13 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
             raise CacheStateError(
                 "PagedBatchGenerator needs a model with paged caches: tinykv_plugin.attach(model) first"
             )
+        alone = {type(leaf).__name__ for leaf in leaves(kv.make_cache()) if not hasattr(leaf, "merge")}
+        if alone:
+            raise CacheStateError(
+                f"this model can't be batched: it keeps its context in {', '.join(sorted(alone))}, which mlx-lm can't "
+                f"merge; generate one request at a time"
+            )
+        session.agree()
         super().__init__(model, **options)
         self.counts = BatchCounts()
         self._kv = kv

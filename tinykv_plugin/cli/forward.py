@@ -10,6 +10,7 @@ from ..config import KVCacheConfig
 from .console import console, log_to_stderr
 from .failures import UsageError
 from .flags import MLX_LM_FIELDS, PREFIX, flags_help, take_kv_flags
+from .launched import divided
 from .mlx_lm_commands import WITH_MAX_KV_SIZE, MlxLmCommand
 from .models import DENSE, AttachedModels
 from .patches import arguments
@@ -37,7 +38,12 @@ def forward(command: MlxLmCommand, argv: Sequence[str]) -> int:
         _require_quantized_from_the_start(rest)
     with log_to_stderr(verbose=config.verbose):
         check_plugins(config)
-        with AttachedModels(config) as models, paged_prompt_files(models), _prepared(command, config, models):
+        with (
+            AttachedModels(config) as models,
+            paged_prompt_files(models),
+            divided(command),
+            _prepared(command, config, models),
+        ):
             try:
                 _call(command, rest)
             finally:

@@ -80,12 +80,14 @@ class Sample:
         """The call to compare, its result in the dtype of ``pages``."""
         # A step of its own for each call: backends keep with it what they work out.
         step = GroupStep(self._tables, self.contexts, self._lens, self.request.query_len)
+        more = {} if self.request.softcap is None else {"softcap": self.request.softcap}
         return backend.attend(
             self.queries.astype(pages.spec.dtype),
             PagedKVMetadata(pages, step),
             scale=self.scale,
             mask=self.mask(),
             sinks=None if self.sinks is None else self.sinks.astype(pages.spec.dtype),
+            **more,
         )
 
     def valid(self, output: mx.array) -> mx.array:

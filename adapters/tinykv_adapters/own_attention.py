@@ -1,0 +1,113 @@
+"""Models that compute attention themselves, or change keys and values on the way to it: gemma2, plamo, plamo2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from tinykv_plugin.handles import attend, is_paged
+from tinykv_plugin.hookspecs import hookimpl
+from tinykv_plugin.protocols import ModelAdapter, Replacement
+
+from .general import GeneralAdapter, model_file
+
+
+class OwnAttentionAdapter(GeneralAdapter):
+    """Their attention layers are replaced by ones that hand keys and values to attention as they are."""
+
+    name = "own-attention"
+
+    def matches(self, model: Any) -> bool:
+        """Whether ``model`` is a gemma2, plamo or plamo2."""
+        return model_file(model) in _ATTENTION
+
+    def replacements(self, model: Any) -> Sequence[Replacement]:
+        """The attention layers' call."""
+        return [Replacement(sys.modules[type(model).__module__].Attention, "__call__", _ATTENTION[model_file(model)])]
+
+
+def _gemma2(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Its scores are capped before the softmax."""
+
+    def call(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+        if not is_paged(cache):
+            return original(self, x, mask, cache)
+        mask, offset = cache.make_mask(x.shape[1]), cache.offset
+        queries = self.rope(_heads(self.q_proj(x), self.n_heads), offset=offset)
+        keys = self.rope(_heads(self.k_proj(x), self.n_kv_heads), offset=offset)
+        keys, values = cache.update_and_fetch(keys, _heads(self.v_proj(x), self.n_kv_heads))
+        cap = self.attn_logit_softcapping
+        return self.o_proj(_joined(attend(queries, keys, values, scale=self.scale, mask=mask, softcap=cap)))
+
+    return call
+
+
+def _plamo(original: Callable[..., Any]) -> Callable[..., Any]:
+    """It repeats all its K/V heads as often as needed: query head ``i`` goes with K/V head ``i % k_num_heads``.
+
+    Attention shares a K/V head between neighbouring query heads, so the query heads change places.
+    """
+
+    def call(self: Any, hidden_states: Any, attention_mask: Any = None, cache: Any = None) -> Any:
+        if not is_paged(cache):
+            return original(self, hidden_states, attention_mask, cache)
+        offset, shared = cache.offset, self.k_num_heads
+        queries = self.rotary_emb(_heads(self.q_proj(hidden_states), self.q_num_heads), offset=offset)
+        keys = self.rotary_emb(_heads(self.k_proj(hidden_states), shared), offset=offset)
+        keys, values = cache.update_and_fetch(keys, _heads(self.v_proj(hidden_states), shared))
+        queries = _regroup(queries, self.q_num_heads // shared, shared)
+        out = attend(queries, keys, values, scale=self.scale, mask=attention_mask)
+        return self.o_proj(_joined(_regroup(out, shared, self.q_num_heads // shared)))
+
+    return call
+
+
+def _plamo2(original: Callable[..., Any]) -> Callable[..., Any]:
+    """It calls mlx's attention and not mlx-lm's, past the function that reads pages."""
+
+    def call(self: Any, hidden_states: Any, mask: Any = None, cache: Any = None) -> Any:
+        if not is_paged(cache):
+            return original(self, hidden_states, mask, cache)
+        offset = cache.offset
+        sizes = [self.q_proj_dim, self.q_proj_dim + self.k_proj_dim]
+        queries, keys, values = mx.split(self.qkv_proj(hidden_states), sizes, axis=-1)
+        queries = self.rope(_normed(_heads(queries, self.q_num_heads), self.q_weight), offset=offset)
+        keys = self.rope(_normed(_heads(keys, self.k_num_heads), self.k_weight), offset=offset)
+        keys, values = cache.update_and_fetch(keys, _heads(values, self.v_num_heads))
+        return self.o_proj(_joined(attend(queries, keys, values, scale=self.scale, mask=mask)))
+
+    return call
+
+
+def _normed(heads: mx.array, weight: mx.array) -> mx.array:
+    return mx.fast.rms_norm(heads, weight=None, eps=1e-6) * weight[:, None]
+
+
+def _heads(projected: mx.array, count: int) -> mx.array:
+    """``(batch, tokens, heads * dim)`` as ``(batch, heads, tokens, dim)``."""
+    batch, tokens, _ = projected.shape
+    return projected.reshape(batch, tokens, count, -1).transpose(0, 2, 1, 3)
+
+
+def _joined(heads: mx.array) -> mx.array:
+    """``(batch, heads, tokens, dim)`` as ``(batch, tokens, heads * dim)``."""
+    batch, _, tokens, _ = heads.shape
+    return heads.transpose(0, 2, 1, 3).reshape(batch, tokens, -1)
+
+
+def _regroup(heads: mx.array, outer: int, inner: int) -> mx.array:
+    """Head ``o * inner + i`` moves to place ``i * outer + o``."""
+    batch, _, tokens, dim = heads.shape
+    return heads.reshape(batch, outer, inner, tokens, dim).swapaxes(1, 2).reshape(batch, -1, tokens, dim)
+
+
+_ATTENTION = {"gemma2": _gemma2, "plamo": _plamo, "plamo2": _plamo2}
+
+
+@hookimpl
+def tinykv_model_adapters() -> list[ModelAdapter]:
+    """This module's adapter."""
+    return [OwnAttentionAdapter()]

@@ -1,0 +1,1 @@
+"""A tiny random model for every model file of mlx-lm."""
