@@ -137,7 +137,7 @@ def test_generate_with_quantized_pages(tinykv: Call, stock: Call, wide_model_dir
 
     argv = generate_arguments(wide_model_dir)
     model, tokenizer = load(str(wide_model_dir))
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": TEXT}], add_generation_prompt=True)
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": TEXT * 2}], add_generation_prompt=True)
     with attach(model, bits=4, group_size=32, page_size=4):
         expected = "".join(one.text for one in stream_generate(model, tokenizer, prompt, max_tokens=24))
     flags = ["--kv-bits", "4", "--kv-group-size=32", "--quantized-kv-start", "0", "--kv-page-size", "4"]

@@ -64,7 +64,8 @@ def _configuration(
     shared = {field: fields[field] for field in MLX_LM_FIELDS if field in fields}
     own = {field: value for field, value in fields.items() if field not in shared}
     if shared and KVCacheConfig(**own).cache == DENSE:
-        fields, rest = own, [*rest, *(f"{PREFIX}{field.replace('_', '-')}={value}" for field, value in shared.items())]
+        back = ((PREFIX + field.replace("_", "-"), str(value)) for field, value in shared.items())
+        fields, rest = own, [*rest, *(part for flag in back for part in flag)]
     config = KVCacheConfig(**fields)
     if command.name not in WITH_MAX_KV_SIZE or config.cache == DENSE:
         return config, rest

@@ -118,7 +118,7 @@ def _label(path: Path) -> str:
 
 def plan_table(plan: Sequence[LayerPlan], label: str) -> Table:
     """The plan, neighbouring layers that are served alike in one row."""
-    columns = ("layers", "kind", "window", "stored as", "attention", "backend", "reason")
+    columns = ("layers", "kind", "window", "attention", "backend", "stored as", "reason")
     table = Table(*columns, title=label, title_justify="left")
     alike = groupby(
         plan, key=lambda line: (line.kind, line.window, line.storage, line.attention, line.backend, line.reason)
@@ -126,7 +126,7 @@ def plan_table(plan: Sequence[LayerPlan], label: str) -> Table:
     for (kind, window, storage, attention, backend, reason), lines in alike:
         numbers = [line.layer for line in lines]
         layers = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
-        cells = (layers, kind, "" if window is None else f"{window:,}", storage, attention, backend, reason)
+        cells = (layers, kind, "" if window is None else f"{window:,}", attention, backend, storage, reason)
         table.add_row(*map(escape, cells))
     return table
 
