@@ -16,29 +16,46 @@ SAMPLES = 1024
 
 
 class ModelFingerprint:
-    """A digest of a model's parameters: names, shapes, dtypes and values (large arrays are sampled).
+    """A digest of what a model computes K/V with.
 
-    Computed again only when a parameter was replaced, as loading or removing an adapter does.
+    Its parameters' names, shapes, dtypes and values (large arrays are sampled), and the numbers and texts its modules
+    are made with, such as a LoRA scale or a RoPE base. Computed again only when a parameter was replaced, as loading
+    or removing an adapter does; an array that is changed in place is not noticed.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._seen: Sequence[tuple[str, int]] = ()
+        # The arrays themselves: an id could come again.
+        self._seen: Sequence[tuple[str, mx.array]] = ()
         self._digest = b""
 
     def digest(self) -> bytes:
         """16 bytes that are equal for equal parameters, in any process."""
         named: list[tuple[str, mx.array]] = tree_flatten(self._model.parameters())  # type: ignore[assignment]
-        seen = [(name, id(array)) for name, array in named]
-        if seen != self._seen or not self._digest:
-            self._seen, self._digest = seen, _digest(named)
+        if not self._digest or not _same(named, self._seen):
+            self._seen, self._digest = named, _digest(named, _settings(self._model))
         return self._digest
 
 
-def _digest(named: Sequence[tuple[str, mx.array]]) -> bytes:
+def _same(one: Sequence[tuple[str, mx.array]], other: Sequence[tuple[str, mx.array]]) -> bool:
+    return len(one) == len(other) and all(a[0] == b[0] and a[1] is b[1] for a, b in zip(one, other, strict=True))
+
+
+def _settings(model: Any) -> list[str]:
+    """What the modules of ``model`` are made with, besides arrays."""
+    named: Sequence[tuple[str, Any]] = model.named_modules() if hasattr(model, "named_modules") else ()
+    return sorted(
+        f"{name}.{key}={value!r}"
+        for name, module in named
+        for key, value in vars(module).items()
+        if not key.startswith("_") and isinstance(value, int | float | str | bool | tuple)
+    )
+
+
+def _digest(named: Sequence[tuple[str, mx.array]], settings: Sequence[str]) -> bytes:
     samples = [_sample(array) for _, array in named]
     mx.eval(samples)
-    found = hashlib.blake2b(digest_size=16)
+    found = hashlib.blake2b("\n".join(settings).encode(), digest_size=16)
     for (name, array), sample in sorted(zip(named, samples, strict=True), key=lambda item: item[0][0]):
         found.update(f"{name} {array.shape} {array.dtype};".encode())
         found.update(np.asarray(sample).tobytes())

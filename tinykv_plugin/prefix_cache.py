@@ -78,7 +78,8 @@ class PrefixCache:
     def insert(self, tokens: Sequence[int], cache: Sequence[Any]) -> int:
         """Store ``cache`` (one request's), which holds ``tokens``; it can be used further. Returns the tokens stored.
 
-        If the cache holds fewer tokens, these are stored. Raises CacheStateError for another model's cache.
+        If the cache holds fewer tokens, these are stored. (The caches of a model without any attention can't tell how
+        many they hold: it must be exactly ``tokens``.) Raises CacheStateError for another model's cache.
         """
         row = _row(cache)
         with self._session.lock:
@@ -87,6 +88,9 @@ class PrefixCache:
                 row.tokens = len(tokens)
             if row is None or row.session is not self._session:
                 raise CacheStateError("the prefix cache stores paged caches of its own model's attachment only")
+            if self._session.closed:
+                raise CacheStateError("the model was detached from tinykv; attach it again to store prompts")
+            self._session.enter()
             row.heal()
             return self.keep(tokens, row, dict(enumerate(layout.leaves(cache))))
 
@@ -167,7 +171,7 @@ class PrefixCache:
     def matched(self, tokens: Sequence[int], max_kv_size: int | None = None) -> int:
         """How many of ``tokens`` :meth:`attach` would find; nothing is changed."""
         with self._session.lock:
-            cut, _ = self._find(tokens, max_kv_size)
+            cut, _ = self._find(tokens, max_kv_size or self._session.max_kv_size)
             return cut.tokens
 
     def attach(
@@ -177,12 +181,15 @@ class PrefixCache:
         *,
         limit: int | None = None,
         counted: bool = True,
+        may_load: Callable[[], bool] = lambda: True,
     ) -> tuple[list[Any], list[int], int]:
         """As :meth:`fetch`, with at most ``limit`` tokens taken from the store; also returns how many were.
 
-        Unless it is ``counted``, the caller calls :meth:`count` when the request is run.
+        Unless it is ``counted``, the caller calls :meth:`count` when the request is run. Pages on disk are read only if
+        it ``may_load``.
         """
         session = self._session
+        max_kv_size = max_kv_size or session.max_kv_size
         asked = tokens if limit is None else tokens[: limit + 1]
         session.agree()
         with session.lock:
@@ -190,7 +197,7 @@ class PrefixCache:
             cut, found = self._find(asked, max_kv_size)
             row = session.new_sequence(max_kv_size)
             if self._disk is not None and self._disk.stored(cut):
-                loaded = self._disk.load(cut, row, self.with_room)
+                loaded = self._disk.load(cut, row, self.with_room) if may_load() else None
                 if loaded is None:  # the files are gone, or there is no room: what is in memory has to do
                     cut, found = self._find(asked, max_kv_size, in_memory=True)
                 else:
@@ -203,9 +210,9 @@ class PrefixCache:
                 self._give(row, cut)
             if counted:
                 self.count(cut.tokens, len(tokens) - cut.tokens)
-            if found > cut.tokens and cut.reason:
-                refused = self.counts.refused
-                refused[cut.reason] = refused.get(cut.reason, 0) + found - cut.tokens
+                if found > cut.tokens and cut.reason:
+                    refused = self.counts.refused
+                    refused[cut.reason] = refused.get(cut.reason, 0) + found - cut.tokens
             others = {index: copy.deepcopy(state) for index, state in (cut.states or {}).items()}
             return session.caches(row, others), list(tokens[cut.tokens :]), cut.tokens
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from .prefix_tree import TOKEN_BYTES, Match, PrefixNode
 from .table import PageTable, Retention
 
@@ -42,14 +44,14 @@ def best_cut(match: Match, tokens: bytes, retentions: Sequence[Retention], state
     reason = ""
     if stateful:
         for count, nodes in _ends_with_state(match, tokens, page_size):
-            if _first_missing(nodes, count, retentions, page_size) is None:
+            if _Gaps(nodes, retentions, page_size).before(count) is None:
                 return Cut(count, nodes, _floors(nodes, count, retentions, page_size), nodes[-1].state, STATE)
         return Cut(reason=STATE)
-    count = match.tokens
+    count, gaps = match.tokens, _Gaps(match.path, retentions, page_size)
     while count:
-        nodes = match.path[: -(-count // page_size)]
-        missing = _first_missing(nodes, count, retentions, page_size)
+        missing = gaps.before(count)
         if missing is None:
+            nodes = match.path[: -(-count // page_size)]
             return Cut(count, nodes, _floors(nodes, count, retentions, page_size), None, reason)
         reason = WINDOW
         count = missing * page_size
@@ -68,22 +70,29 @@ def _ends_with_state(match: Match, tokens: bytes, page_size: int) -> Iterator[tu
             yield depth * page_size + child.count, [*match.path[:depth], child]
 
 
-def _first_missing(
-    nodes: Sequence[PrefixNode], count: int, retentions: Sequence[Retention], page_size: int
-) -> int | None:
-    """The highest logical page that the token at position ``count`` would need but that isn't there; None: all are."""
-    missing = [
-        logical
-        for group, retention in enumerate(retentions)
-        for logical in _needed(len(nodes), count, retention, page_size)
-        if nodes[logical].pages[group] < 0
-    ]
-    return max(missing, default=None)
+class _Gaps:
+    """Where pages are missing in each cache group, looked up in constant time."""
 
+    def __init__(self, nodes: Sequence[Any], retentions: Sequence[Retention], page_size: int) -> None:
+        self._retentions = retentions
+        self._size = page_size
+        pages = np.array([node.pages for node in nodes], dtype=np.int64).reshape(len(nodes), len(retentions))
+        missing = np.where(pages < 0, np.arange(len(nodes))[:, None], -1)
+        # The last missing page up to each one.
+        self._last = np.maximum.accumulate(missing, axis=0)
 
-def _needed(total: int, count: int, retention: Retention, page_size: int) -> list[int]:
-    kept = min(total, -(-retention.keep // page_size))
-    return [*range(kept), *range(max(kept, retention.first_needed(count) // page_size), total)]
+    def before(self, count: int) -> int | None:
+        """The highest page that the token at position ``count`` would need but that isn't there; None: all are."""
+        total = -(-count // self._size)
+        found = -1
+        for group, retention in enumerate(self._retentions):
+            kept = min(total, -(-retention.keep // self._size))
+            if kept:
+                found = max(found, int(self._last[kept - 1, group]))
+            last = int(self._last[total - 1, group])
+            if last >= max(kept, retention.first_needed(count) // self._size):
+                found = max(found, last)
+        return found if found >= 0 else None
 
 
 def _floors(nodes: Sequence[PrefixNode], count: int, retentions: Sequence[Retention], page_size: int) -> list[int]:

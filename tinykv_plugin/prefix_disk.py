@@ -165,4 +165,6 @@ class PrefixDisk:
 
     def _load_states(self, node: StoredPage) -> dict[int, Any] | None:
         states = self.store.load_state(node)
-        return None if states is None else dict(zip(self._session.stateful, states, strict=True))
+        if states is None or len(states) != len(self._session.stateful):
+            return None
+        return dict(zip(self._session.stateful, states, strict=True))

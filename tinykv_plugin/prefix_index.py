@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
 
 from .hookspecs import PageEvicted
 from .prefix_tree import TOKEN_BYTES, PrefixNode, PrefixTree, token_bytes
@@ -62,7 +64,7 @@ class PrefixIndex:
             return 0
         # Of recurrent layers only the present is known, not what they held at an earlier token.
         stateful = bool(self._session.stateful)
-        exact = stateful and count == row.tokens
+        exact = stateful and count == row.tokens and not row.broken
         node = self.tree.root(salt)
         data = token_bytes(tokens[:count])
         for logical in range(-(-count // size)):
@@ -121,6 +123,21 @@ class PrefixIndex:
             freed += self._drop(found, evicted=True)
         return freed
 
+    def let_go(self, pages: Iterable[tuple[int, int]]) -> bool:
+        """Give up partial ends of prompts in these pages (cache group and id); False if there were none.
+
+        Whoever else holds such a page may then write to it and needs no copy.
+        """
+        wanted = set(pages)
+        nodes = [
+            node
+            for node in self.tree.oldest_first()
+            if not node.children and any((group, page) in wanted for group, page in enumerate(node.pages))
+        ]
+        for node in nodes:
+            self._drop(node, evicted=True)
+        return bool(nodes)
+
     def evict_prompt(self) -> bool:
         """Evict the least recently used prompt, up to where others branch off; False if nothing was stored."""
         node = next((node for node in self.tree.oldest_first() if not node.children), None)
@@ -155,6 +172,8 @@ class PrefixIndex:
             for group, page in enumerate(node.pages):
                 pool = self._session.pools[group]
                 if page >= 0 and pool.allocator.ref_count(page) == 1 and freed < count:
+                    if self.on_evict is not None:
+                        self.on_evict(node)
                     node.pages[group] = -1
                     freed += self._give_up(group, page, evicted=True)
         return freed
@@ -183,9 +202,13 @@ class PrefixIndex:
         size = sum(leaf.nbytes for leaf in kept.values())
         self._drop_states(node)
         if size > self._state_limit:
+            self._prune(node)
             return
+        mx.eval([leaf.state for leaf in kept.values()])  # so that any thread can take them over
         while self._state_bytes + size > self._state_limit:
             oldest = next(iter(self._states))
+            if self.on_evict is not None:
+                self.on_evict(oldest)
             self._drop_states(oldest)
             self._prune(oldest)
         node.state, node.state_bytes = kept, size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import logging
@@ -25,6 +24,7 @@ log = logging.getLogger("tinykv")
 
 # Pages that may wait to be written: further ones are not written, so that generation never waits for the disk.
 MAX_WAITING = 64
+CHECKSUM_BYTES = 16
 # A file without an entry that is older than this was left by a process that was killed.
 ORPHAN_SECONDS = 3600.0
 
@@ -75,7 +75,7 @@ class PrefixStore:
         self._failed = False  # one warning is enough
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._db = self._connect()
+            self._db = self._open()
         except (OSError, sqlite3.Error) as error:
             raise ConfigError("prefix_dir", f"{str(folder)!r} can't be used: {error}; a writable folder will") from None
         self._jobs: queue.Queue[Callable[[sqlite3.Connection], None] | None] = queue.Queue(MAX_WAITING)
@@ -97,7 +97,7 @@ class PrefixStore:
         """The arrays of a page, evaluated; None, and it is forgotten, if the file is gone or damaged."""
         try:
             data = self._path(page.hash).read_bytes()
-            if _checksum(data) != page.checksum:
+            if _checksum(data) != page.checksum[:CHECKSUM_BYTES]:
                 raise ValueError("the checksum is wrong")
             arrays: dict[str, mx.array] = mx.load(io.BytesIO(data), format="safetensors")  # type: ignore[assignment]
             mx.eval(arrays)
@@ -111,7 +111,10 @@ class PrefixStore:
     def load_state(self, page: StoredPage) -> list[Any] | None:
         """What layers without pages held at the end of the page; None if it can't be read."""
         try:
-            return list(mlx_cache.load_prompt_cache(str(self._state_path(page.hash))))
+            path = self._state_path(page.hash)
+            if _checksum(path.read_bytes()) != page.checksum[CHECKSUM_BYTES:]:
+                raise ValueError("the checksum is wrong")
+            return list(mlx_cache.load_prompt_cache(str(path)))
         except Exception as error:
             log.warning("stored states are not used: %s: %s", self._state_path(page.hash), error)
             self._submit(lambda db: self._forget(db, [page.hash]))
@@ -132,11 +135,7 @@ class PrefixStore:
         ``arrays()`` makes what it consists of; ``depth`` is how many pages come before.
         """
         known = self.find(key, tokens)
-        if (
-            known is not None
-            and known.pages == [0 if group else -1 for group in groups]
-            and (known.state is not None or states is None)
-        ):
+        if known is not None and _has_all(known, groups, states):
             return
         if not wait and self._jobs.full():
             self.skipped += 1
@@ -156,10 +155,13 @@ class PrefixStore:
 
     def flush(self) -> None:
         """Wait until everything is written."""
-        self._jobs.join()
+        if self._writer.is_alive():
+            self._jobs.join()
 
     def close(self) -> None:
-        """Write what waits, and end the writer."""
+        """Write what waits, and end the writer. Closing again does nothing."""
+        if not self._writer.is_alive():
+            return
         self._jobs.put(None)
         self._writer.join()
         self._db.close()
@@ -167,14 +169,15 @@ class PrefixStore:
     # The writer's thread --------------------------------------------------------------------------------------------
 
     def _write(self) -> None:
-        db = self._connect()
-        with contextlib.suppress(OSError, sqlite3.Error):
-            self._remove_orphans(db)
+        db: sqlite3.Connection | None = None
         while True:
             job = self._jobs.get()
             try:
                 if job is None:
                     return
+                if db is None:
+                    db = self._connect()
+                    self._remove_orphans(db)
                 job(db)
             except Exception as error:
                 # A full disk, or a folder that was removed: the page is computed again when it is needed.
@@ -182,7 +185,7 @@ class PrefixStore:
                 self._failed = True
             finally:
                 self._jobs.task_done()
-                if job is None:
+                if job is None and db is not None:
                     db.close()
 
     def _save(
@@ -202,6 +205,7 @@ class PrefixStore:
         if states is not None:
             write = lambda temporary: mlx_cache.save_prompt_cache(temporary, list(states))  # noqa: E731
             size += self._place(self._state_path(key), write)
+            checksum += _checksum(self._state_path(key).read_bytes())
         row = (key, tokens, depth, groups, states is not None, size, checksum, time.time())
         _commit(db, lambda: db.execute("INSERT OR REPLACE INTO pages VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row))
         self._keep_limit(db)
@@ -244,8 +248,26 @@ class PrefixStore:
 
     # Odds and ends --------------------------------------------------------------------------------------------------
 
+    def _open(self) -> sqlite3.Connection:
+        """The index; a damaged one is set aside, and the pages it knew are forgotten."""
+        try:
+            return self._connect()
+        except sqlite3.OperationalError:
+            raise  # locked, or the folder can't be written
+        except sqlite3.DatabaseError as error:
+            aside = self._index.with_name(f"index-damaged-{secrets.token_hex(4)}.sqlite")
+            log.warning("the index of stored prompts is damaged (%s); it is set aside as %s", error, aside)
+            self._index.replace(aside)
+            for suffix in ("-wal", "-shm"):
+                self._index.with_name(self._index.name + suffix).unlink(missing_ok=True)
+            return self._connect()
+
+    @property
+    def _index(self) -> Path:
+        return self._folder / "index.sqlite"
+
     def _connect(self) -> sqlite3.Connection:
-        db = sqlite3.connect(self._folder / "index.sqlite", timeout=10, check_same_thread=False)
+        db = sqlite3.connect(self._index, timeout=10, check_same_thread=False)
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
         db.executescript(_SCHEMA)
@@ -266,8 +288,14 @@ class PrefixStore:
         return self._folder / name[:2] / f"{name}.state.safetensors"
 
 
+def _has_all(known: StoredPage, groups: Sequence[bool], states: Sequence[Any] | None) -> bool:
+    """Whether a stored page has everything that would be written."""
+    there = all(page >= 0 for page, group in zip(known.pages, groups, strict=True) if group)
+    return there and (known.state is not None or states is None)
+
+
 def _checksum(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
+    return hashlib.blake2b(data, digest_size=CHECKSUM_BYTES).digest()
 
 
 def _commit(db: sqlite3.Connection, change: Callable[[], object]) -> None:

@@ -115,14 +115,14 @@ class PrefixTree:
         return Match(root, path, position // TOKEN_BYTES + common, tail)
 
     def add(self, parent: PrefixNode, tokens: bytes, pages: list[int]) -> PrefixNode:
-        """A new node, the most recently used but for its ancestors."""
+        """A new node; once it has its descendants, :meth:`touch` puts it and its ancestors in order."""
         assert tokens not in parent.children
         assert parent.parent is None or len(parent.tokens) == self._step, "a partial page is the end of a prompt"
         node = PrefixNode(parent, tokens, pages)
         if parent.parent is None or parent.children:
             self.leaves += 1
         parent.children[tokens] = node
-        self.touch(node)
+        self._order[node] = None
         return node
 
     def touch(self, node: PrefixNode) -> None:

@@ -29,6 +29,7 @@ class PagedSequence:
         "_forked_at",
         "_forks",
         "batch",
+        "broken",
         "growing",
         "layers",
         "session",
@@ -55,6 +56,8 @@ class PagedSequence:
         # Passes of several tokens are drafts to be verified: each reads what it would read alone.
         self.stepwise = False
         self.batch: object = None  # the RunningBatch it was last in
+        # A pass broke off: layers without pages may have gone on further than ``tokens``.
+        self.broken = False
         self._forks: list[tuple[str, weakref.ref[PagedSequence]]] = []
         self._forked_at = -1
         session.sequences.add(self)
@@ -84,6 +87,7 @@ class PagedSequence:
         """
         if self.step is not None:
             for row in self.step.live_rows():
+                row.broken = True
                 row.step = None
                 row.growing = 0
                 row.truncate(row.tokens)
@@ -153,6 +157,7 @@ class PagedSequence:
         else:
             fork = PagedSequence(self.session, list(self.tables))
             fork.tokens = self.tokens
+            fork.broken = self.broken
             self.slots = 0  # the tail page is shared from now on
             for table in self.tables:
                 table.holders += 1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -16,7 +17,7 @@ from .audit import audit
 from .block_table import BlockTable
 from .cache import PagedKVCache
 from .distributed import alike, is_divided, smallest, world
-from .errors import CacheStateError, ConfigError
+from .errors import CacheStateError, ConfigError, OutOfPagesError
 from .hookspecs import RequestFreed
 from .journal import Journal
 from .kv_format import KVFormat
@@ -36,6 +37,10 @@ from .stats import PoolStats, collect
 from .step import GroupStep, Step
 from .table import PageTable, Retention
 from .unused import UnusedCache
+
+log = logging.getLogger("tinykv")
+
+T = TypeVar("T")
 
 # Tokens at the start that a size limit keeps, as mlx-lm's make_prompt_cache does.
 KEPT_TOKENS = 4
@@ -159,6 +164,11 @@ class PagedSession:
         return self._plan.stateful
 
     @property
+    def max_kv_size(self) -> int | None:
+        """The setting: most tokens a request attends to."""
+        return self._context.config.max_kv_size
+
+    @property
     def rewind(self) -> int:
         """The setting: tokens kept behind a window."""
         return self._context.config.rewind
@@ -222,7 +232,7 @@ class PagedSession:
             if short:
                 needed = [query_lens[index] for index in short]
                 needy = [rows[index] for index in short]
-                self.prefix.with_room(lambda: reserve(self.pools, self.journal, needy, needed, commit=False))
+                self._with_room(needy, lambda: reserve(self.pools, self.journal, needy, needed, commit=False))
 
     def begin(self, rows: Sequence[PagedSequence], query_lens: Sequence[int], width: int) -> Step:
         """Start a forward pass: reserve the pages of all rows in all groups, or none.
@@ -235,7 +245,12 @@ class PagedSession:
         if short:
             needy = [rows[index] for index in short]
             needed = [query_lens[index] for index in short]
-            copies = self.prefix.with_room(lambda: reserve(self.pools, self.journal, needy, needed))
+            try:
+                copies = self._with_room(needy, lambda: reserve(self.pools, self.journal, needy, needed))
+            except Exception:
+                for row in rows:
+                    row.broken = True  # layers before the first paged one have gone on
+                raise
             for pool, (sources, targets) in zip(self.pools, copies, strict=True):
                 if sources:
                     pool.copy_pages(sources, targets)
@@ -320,7 +335,26 @@ class PagedSession:
             freed = sum(table.release() for table in tables)
             if freed:
                 self.emit("tinykv_request_freed", RequestFreed(tokens, freed))
-            self.prefix.keep_within()
+            if threading.get_ident() == self._thread:
+                self.prefix.keep_within()  # what gives way may have to be read
+
+    def _with_room(self, rows: Sequence[PagedSequence], attempt: Callable[[], T]) -> T:
+        """What ``attempt`` returns; stored prompts give way, at last those whose end is in a page of ``rows``.
+
+        Such a page would have to be copied.
+        """
+        try:
+            return self.prefix.with_room(attempt)
+        except OutOfPagesError:
+            tails = [
+                (group, table.pages[row.tokens // table.page_size])
+                for row in rows
+                for group, table in enumerate(row.tables)
+                if row.tokens // table.page_size < len(table.pages)
+            ]
+            if not self.prefix.index.let_go(tails):
+                raise
+            return self.prefix.with_room(attempt)
 
     def live_sequences(self) -> list[PagedSequence]:
         """The requests there are; ``lock`` is held, but other threads may be dropping requests meanwhile."""
@@ -349,7 +383,15 @@ class PagedSession:
 
     def close(self) -> None:
         """Refuse further use of the caches."""
-        self.prefix.close()
+        if self.closed:
+            return
+        try:
+            with self.lock:
+                self.enter()
+            self.prefix.close()
+        except CacheStateError as error:
+            log.warning("stored prompts were not written to disk: %s", error)
+            self.prefix.clear()
         self.closed = True
 
     def _settle(self) -> None:

@@ -286,3 +286,76 @@ def test_a_foreign_cache_is_refused() -> None:
     dense = tinykv.attach(models.shared(WINDOW), cache="dense")
     with pytest.raises(CacheStateError, match="dense"):
         _ = dense.prefix_cache
+
+
+@pytest.mark.parametrize("kind", [FULL, HYBRID])
+def test_what_a_broken_off_pass_left_is_not_stored_as_a_state(kind: str) -> None:
+    """Recurrent layers before the first attention layer have gone on when that one finds no pages."""
+    kv = attached(kind, max_pages=4)
+    tokens = models.prompt(16)
+    cache = run(kv, tokens[:12])
+    with pytest.raises(tinykv.OutOfPagesError):
+        models.logits(kv.model, models.prompt(30, 3), cache)
+    kv.prefix_cache.insert(tokens[:12], cache)
+    del cache
+    cache, rest = kv.prefix_cache.fetch(tokens[:13])
+    assert len(rest) == (1 if kind == FULL else 13)
+    found = last_logits(kv, rest, cache)
+    del cache
+    kv.prefix_cache.clear()
+    assert models.largest_difference(found, last_logits(kv, tokens[:13], kv.make_cache())) < 1e-4
+
+
+def test_a_request_that_fits_cold_fits_when_its_prompt_is_stored() -> None:
+    """The page that the stored prompt ends in need not be copied when there is no room for a copy."""
+    kv = attached(FULL, page_size=8, max_pages=4)
+    tokens = models.prompt(28)
+    for _ in range(3):
+        cache, rest = kv.prefix_cache.fetch(tokens)
+        last_logits(kv, rest, cache)
+        models.greedy(kv.model, [3], 3, cache)
+        kv.prefix_cache.insert(tokens, cache)
+        kv.check()
+        del cache
+    assert kv.stats().prefix_hit_tokens > 40
+
+
+def test_what_a_model_is_made_with_counts_as_its_weights() -> None:
+    one, other = models.make(FULL), models.make(FULL, rope_theta=500.0)
+    digests = {tinykv.attach(model, page_size=4).prefix_cache.fingerprint() for model in (one, other)}
+    assert len(digests) == 2
+    linear_to_lora_layers(one, 2, {"rank": 4, "scale": 20.0, "dropout": 0.0})
+    first = tinykv.attach(one, page_size=4).prefix_cache.fingerprint()
+    one.apply_to_modules(lambda _, module: setattr(module, "scale", 1.0) if hasattr(module, "lora_b") else None)
+    assert tinykv.attach(one, page_size=4).prefix_cache.fingerprint() != first
+
+
+def test_a_size_limit_of_the_settings_is_that_of_what_is_fetched() -> None:
+    kv = attached(FULL, max_kv_size=16)
+    tokens = models.prompt(40)
+    cache, rest = kv.prefix_cache.fetch(tokens)
+    for start in range(0, 40, 4):
+        models.logits(kv.model, rest[start : start + 4], cache)
+    assert cache[0].size() == 16
+    kv.prefix_cache.insert(tokens, cache)
+    again, rest = kv.prefix_cache.fetch([*tokens, 1])
+    assert (rest, again[0].size()) == ([1], 16)
+
+
+def test_a_model_without_pages_keeps_no_more_than_its_states() -> None:
+    for share in (0.0, 0.0005):
+        kv = attached(RECURRENT, prefix_states=share)
+        for seed in range(20):
+            tokens = models.prompt(9, seed)
+            kv.prefix_cache.insert(tokens, run(kv, tokens))
+        nodes = len(kv.prefix_cache.index.tree)
+        assert nodes <= 3 * len(kv.prefix_cache.index._states)
+        kv.detach()
+
+
+def test_nothing_is_stored_after_detach() -> None:
+    kv = attached(FULL)
+    cache = run(kv, models.prompt(8))
+    kv.detach()
+    with pytest.raises(CacheStateError, match="detached"):
+        kv.prefix_cache.insert(models.prompt(8), cache)

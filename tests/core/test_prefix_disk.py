@@ -19,6 +19,7 @@ from test_prefix_cache import assert_as_cold, run
 import tinykv_plugin as tinykv
 from tinykv_plugin.errors import ConfigError
 from tinykv_plugin.prefix_store import PrefixStore
+from tinykv_plugin.serving.prompt_cache import PagedPromptCache
 
 FULL, WINDOW, HYBRID, RECURRENT = "llama", "gemma3_text", "qwen3_next", "mamba"
 
@@ -161,6 +162,7 @@ WRITER = """
 import random, sys, time
 import mlx.core as mx
 from tinykv_plugin.prefix_store import PrefixStore
+from tinykv_plugin.serving.prompt_cache import PagedPromptCache
 from tinykv_plugin.prefix_tree import page_hash, token_bytes
 store = PrefixStore(sys.argv[1], 200_000)
 rng = random.Random(int(sys.argv[2]))
@@ -229,3 +231,55 @@ def test_a_folder_that_cant_be_used_is_named(tmp_path: Path) -> None:
         attached(tmp_path, prefix_disk="many")
     with pytest.raises(ConfigError, match="prefix_disk: 0 is not allowed"):
         attached(tmp_path, prefix_disk=0)
+
+
+def test_a_damaged_state_is_not_used(tmp_path: Path) -> None:
+    tokens = models.prompt(20)
+    with attached(tmp_path, HYBRID) as kv:
+        store(kv, tokens)
+    states = [path for path in files(tmp_path) if ".state." in path.name]
+    assert states
+    for path in states:
+        data = path.read_bytes()
+        path.write_bytes(data[:-4] + bytes([data[-4] ^ 64]) + data[-3:])
+    assert assert_as_cold(attached(tmp_path, HYBRID), [*tokens, 1]) == 0
+
+
+def test_a_damaged_index_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokens = models.prompt(20)
+    with attached(tmp_path) as kv:
+        store(kv, tokens)
+    (index,) = tmp_path.rglob("index.sqlite")
+    index.write_bytes(b"no database at all, but long enough to be looked at as if it were one" * 40)
+    kv = attached(tmp_path)
+    assert assert_as_cold(kv, [*tokens, 1]) == 0
+    assert "set aside" in caplog.text
+    store(kv, tokens)
+    kv.detach()
+    kv = attached(tmp_path)
+    assert assert_as_cold(kv, [*tokens, 1]) == 20
+
+
+def test_a_prompt_whose_files_are_gone_is_run(tmp_path: Path) -> None:
+    """Also where a model and its draft model must find the same."""
+    tokens = models.prompt(24)
+    for kind in (FULL, WINDOW):
+        with attached(tmp_path / kind, kind) as kv:
+            store(kv, tokens)
+    for path in files(tmp_path / WINDOW):
+        path.unlink()
+    stored = PagedPromptCache()
+    stored.use([attached(tmp_path / kind, kind).prefix_cache for kind in (FULL, WINDOW)])
+    assert stored.fetch_nearest_cache("model", tokens) == (None, tokens)
+
+
+def test_what_is_on_disk_already_is_not_written_with_less(tmp_path: Path) -> None:
+    """A prompt that is loaded for its end has lost what its windows had passed."""
+    tokens = models.prompt(60)
+    with attached(tmp_path, WINDOW, rewind=4) as kv:
+        for length in (20, 60):
+            store(kv, tokens[:length])
+    with attached(tmp_path, WINDOW, rewind=4) as kv:
+        assert assert_as_cold(kv, [*tokens, 1]) == 60
+    with attached(tmp_path, WINDOW, rewind=4) as kv:
+        assert assert_as_cold(kv, [*tokens[:20], 1]) == 20

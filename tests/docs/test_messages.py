@@ -56,8 +56,13 @@ def windows(text: str, size: int = WINDOW) -> set[str]:
     return found
 
 
-def messages() -> Iterator[tuple[str, str]]:
+@cache
+def messages() -> list[tuple[str, str]]:
     """Where each message of ours is made, and its text."""
+    return list(_messages())
+
+
+def _messages() -> Iterator[tuple[str, str]]:
     for package in PACKAGES:
         for path in sorted(package.rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -69,18 +74,19 @@ def messages() -> Iterator[tuple[str, str]]:
 
 
 @cache
+def strings_of_tests() -> list[str]:
+    paths = (ROOT / "tests").rglob("*.py")
+    return [text for path in paths for text in texts(ast.parse(path.read_text(encoding="utf-8"))) if " " in text]
+
+
+@cache
 def looked_at() -> set[str]:
-    found: set[str] = set()
-    for path in (ROOT / "tests").rglob("*.py"):
-        for text in texts(ast.parse(path.read_text(encoding="utf-8"))):
-            found |= windows(text) | windows(text, 2)
-    return found
+    return {window for text in strings_of_tests() for size in (2, WINDOW) for window in windows(text, size)}
 
 
 @cache
 def all_texts() -> str:
-    texts_of_tests = (text for path in (ROOT / "tests").rglob("*.py") for text in texts(ast.parse(path.read_text())))
-    return "\n".join(text.replace("\\", "").replace("\n", " ") for text in texts_of_tests)
+    return "\n".join(text.replace("\\", "").replace("\n", " ") for text in strings_of_tests())
 
 
 def is_quoted(text: str) -> bool:
@@ -95,7 +101,7 @@ def pairs() -> Counter[str]:
 
 
 def test_there_are_many() -> None:
-    assert len(list(messages())) > 40
+    assert len(messages()) > 40
 
 
 @pytest.mark.parametrize(("place", "text"), [pytest.param(*found, id=found[0]) for found in messages()])

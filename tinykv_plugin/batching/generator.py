@@ -8,41 +8,29 @@ import itertools
 import logging
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
+from mlx_lm.generate import PromptProcessingBatch
 
 from ..attachment import attachment_of
 from ..batch_cache import rows_of
-from ..errors import CacheStateError, OutOfPagesError, PoolGrowthError, TinyKVError
+from ..errors import CacheStateError, TinyKVError
 from ..layout import leaves
 from ..persistence import adopt
 from ..sequence import PagedSequence
 from ..session import PagedSession
-from .admission import Admission, Footprint
+from .admission import Admission
 from .guard import guard_processors, guard_sampler
+from .preempting import BatchCounts, PreemptingGenerator, row_of
 from .responses import FailedResponse, Offers
 from .sharing import PromptSharing
 
 log = logging.getLogger("tinykv")
 
-FULL = (OutOfPagesError, PoolGrowthError)
 
-
-@dataclass
-class BatchCounts:
-    """What happened to requests so far."""
-
-    preempted: int = 0
-    refused: int = 0
-    failed: int = 0
-
-
-class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
+class PagedBatchGenerator(PreemptingGenerator):
     """Continuous batching for an attached model; takes the place of mlx-lm's class, with the same interface.
 
     - A request that can never fit is refused by :meth:`insert` before any computing.
@@ -52,7 +40,6 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
       :class:`FailedResponse`; the others go on.
     - Prompts are processed in chunks of equal length, so nothing is padded: no compute is spent on padding, and
       recurrent layers never see it.
-
     - Prompts and answers are stored in the model's prefix cache, and requests begin with what it has of their prompt;
       of requests that begin alike the first one runs the common part. Stored prompts give way when pages are short.
     """
@@ -90,10 +77,6 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         self._unknown: set[int] = set()
         self._reported: dict[int, Exception] = {}
 
-    # mlx-lm's own state, typed here: waiting requests as tuples; [segments, done, total] of those in the prompt batch.
-    _unprocessed_sequences: deque[Any]
-    _currently_processing: list[list[Any]]
-
     # What callers use -------------------------------------------------------------------------------------------
 
     def insert_segments(
@@ -121,7 +104,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         self._brought.update(itertools.compress(uids, brought))
         new = [self._unprocessed_sequences.pop() for _ in uids]
         for uid, _, _, cache, known, *_ in new:
-            row = _row(cache)
+            row = row_of(cache)
             if row is not None and row.tokens > len(known):
                 self._given[uid] = copy.deepcopy(cache)
             if uid in self._brought and (row is None or row.tokens != len(known)):
@@ -252,16 +235,19 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         running = {
             uid: (tokens, state[0])
             for uid, tokens, state in zip(batch.uids, batch.tokens, self._currently_processing, strict=True)
+            if uid not in self._unknown
         }
         return self._sharing.must_wait(request, self._limit_of(request), running)
 
     def _with_stored_prompt(self, request: Any) -> Any:
         if request[0] in self._brought or request[4]:
             return request
-        return self._sharing.begin(request, self._limit_of(request))
+        # What is on disk needs as much room as if it were run.
+        may_load = lambda: self._admission.has_room(self._need(request), self._promised())  # noqa: E731
+        return self._sharing.begin(request, self._limit_of(request), may_load)
 
     def _limit_of(self, request: Any) -> int | None:
-        row = _row(request[3])
+        row = row_of(request[3])
         return row.max_kv_size if row is not None else None
 
     def _finish_prompts(self, out: list[Any]) -> list[Any]:
@@ -336,148 +322,6 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                 tokens, rows[index] if rows else None, functools.partial(batch.extract_cache, index)
             )
 
-    # Room ---------------------------------------------------------------------------------------------------------
-
-    def _ensure_room(
-        self,
-        batch: Callable[[], Any],
-        count: Callable[[], int],
-        out: list[Any],
-        which: Callable[[], list[int]] | None = None,
-    ) -> bool:
-        """Make sure that rows of a batch can take ``count`` more tokens each, at the expense of the youngest request.
-
-        False if that must wait for the pages of what has just finished. The batches change when a row leaves, so all
-        arguments are asked again each time.
-        """
-        while len(batch()):
-            rows = rows_of(batch().prompt_cache)
-            if rows is not None and which is not None:
-                rows = [rows[i] for i in which()]
-            if not rows:
-                return True
-            try:
-                self._session.check_room(rows, [count()] * len(rows))
-                return True
-            except FULL as error:
-                if self._offers.open:
-                    return False
-                if not self._release_waiting():
-                    self._make_room(error, out)
-        return True
-
-    def _release_waiting(self) -> bool:
-        """Have the youngest waiting request that brought pages along give them up, to be computed; False if none did.
-
-        Only if it is known which tokens are in them.
-        """
-        queue = self._unprocessed_sequences
-        for index in reversed(range(len(queue))):
-            uid, segments, limit, cache, known, *options = queue[index]
-            row = _row(cache)
-            if row is not None and row.tokens and row.tokens == len(known):
-                segments = [known + segments[0], *segments[1:]] if len(segments) > 1 else [known, *segments]
-                queue[index] = (uid, segments, limit, self._session.make_cache(row.max_kv_size), [], *options)
-                return True
-        return False
-
-    def _make_room(self, error: Exception, out: list[Any]) -> None:
-        uids = [*self._generation_batch.uids, *self._prompt_batch.uids]
-        youngest = max(uids)
-        if self._on_full == "error" or len(uids) == 1:
-            self._fail([youngest], error, out)
-            return
-        self.counts.preempted += 1
-        log.info("request %d gives its pages up, to be computed again: %s", youngest, error)
-        if youngest in self._generation_batch.uids:
-            self._preempt_generating(self._generation_batch.uids.index(youngest), out)
-        else:
-            self._preempt_prompting(self._prompt_batch.uids.index(youngest))
-
-    def _preempt_generating(self, index: int, out: list[Any]) -> None:
-        """Return the token the row has already computed, free its pages and queue it to be computed again."""
-        batch = self._generation_batch
-        uid, tokens, token = batch.uids[index], list(batch.tokens[index]), int(batch._next_tokens[index].item())
-        count, matcher = batch._num_tokens[index] + 1, batch._matchers[index]
-        finish = "length" if count >= batch.max_tokens[index] else None
-        finish = "stop" if matcher.advance(token) else finish
-        response = GenerationBatch.Response(uid, token, batch._next_logprobs[index], finish, None, None)
-        if finish is not None:
-            response.prompt_cache, response.all_tokens = batch.extract_cache(index), tokens
-            response = self._finished(response)
-        out.append(response)
-        if finish is None:
-            self._resumed[uid] = (matcher, count)
-            self._requeue(batch, index, [tokens, [token]])
-        batch.filter([i for i in range(len(batch)) if i != index])
-
-    def _preempt_prompting(self, index: int) -> None:
-        batch = self._prompt_batch
-        segments = [list(segment) for segment in self._currently_processing[index][0]]
-        done = list(batch.tokens[index])
-        # Boundaries that were reported are not reported again: what was done is joined to the segment under way.
-        segments = [done + segments[0], *segments[1:]] if len(segments) > 1 else [done, *segments]
-        self._requeue(batch, index, [segment for segment in segments if segment])
-        keep = [i for i in range(len(batch)) if i != index]
-        self._currently_processing = [self._currently_processing[i] for i in keep]
-        batch.filter(keep)
-
-    def _requeue(self, batch: Any, index: int, segments: list[list[int]]) -> None:
-        rows = rows_of(batch.prompt_cache)
-        uid = batch.uids[index]
-        # Unless its pages are all needed, less has to be computed again.
-        if uid not in self._unknown:
-            self._sharing.store(batch.tokens[index], batch.extract_cache(index))
-        self._sharing.forget([uid])
-        if uid in self._given:
-            cache = copy.deepcopy(self._given[uid])
-        else:
-            cache = self._session.make_cache(rows[index].max_kv_size if rows else None)
-            self._brought.discard(uid)
-        request: tuple[Any, ...] = (
-            uid,
-            segments,
-            batch.max_tokens[index],
-            cache,
-            [],
-            batch.samplers[index],
-            batch.logits_processors[index],
-            batch.stop_sequences[index],
-        )
-        # In order of arrival: older requests that were preempted before stay ahead of it.
-        queue = deque(sorted([*self._unprocessed_sequences, request], key=lambda waiting: waiting[0]))
-        self._unprocessed_sequences = queue
-
-    def _finished(self, response: Any) -> Any:
-        self._given.pop(response.uid, None)
-        self._brought.discard(response.uid)
-        if response.uid not in self._unknown:
-            self._sharing.store(response.all_tokens, response.prompt_cache)
-        self._unknown.discard(response.uid)
-        return self._offers.finished(response)
-
-    def _need(self, request: Any) -> Footprint:
-        """Pages a waiting request needs to be admitted, beyond those its cache holds already."""
-        _, segments, max_tokens, cache, known, *_ = request
-        row = _row(cache)
-        tokens = sum(map(len, segments)) + max(len(known), row.tokens if row is not None else 0)
-        return self._admission.further(row, tokens + (max_tokens if self._on_full == "wait" else 1))
-
-    def _promised(self) -> Footprint:
-        """Pages that running rows are sure to ask for: the rest of their prompts, and one page each to grow into."""
-        promised = self._admission.nothing()
-        wait = self._on_full == "wait"
-        rows = rows_of(self._prompt_batch.prompt_cache) or []
-        for row, state, limit in zip(rows, self._currently_processing, self._prompt_batch.max_tokens, strict=False):
-            left = sum(map(len, state[0])) + (limit if wait else 1)
-            promised += self._admission.further(row, row.tokens + left)
-        batch = self._generation_batch
-        rows = rows_of(batch.prompt_cache) or []
-        for row, limit, count in zip(rows, batch.max_tokens, batch._num_tokens, strict=False):
-            left = limit - count if wait else self._admission.page_size
-            promised += self._admission.further(row, row.tokens + left)
-        return promised
-
     # Failures -----------------------------------------------------------------------------------------------------
 
     def _report(self, uid: int, error: Exception) -> None:
@@ -523,7 +367,7 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
         """``cache`` in pages of this model: mlx-lm's own caches are copied into pages, others' are refused."""
         if cache is None:
             return None
-        row = _row(cache)
+        row = row_of(cache)
         if row is None:
             cache = list(cache)
             adopt(cache, self._kv)
@@ -532,7 +376,3 @@ class PagedBatchGenerator(BatchGenerator):  # type: ignore[misc]
                 "a prompt cache belongs to another model or attachment; make it with this model's make_prompt_cache"
             )
         return cache
-
-
-def _row(cache: Sequence[Any]) -> PagedSequence | None:
-    return next((leaf._row for leaf in leaves(cache) if hasattr(leaf, "_row")), None)

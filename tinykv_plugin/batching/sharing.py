@@ -41,13 +41,16 @@ class PromptSharing:
             self._prompts.pop(uid, None)
             self._stops.pop(uid, None)
 
-    def begin(self, request: tuple[Any, ...], max_kv_size: int | None) -> tuple[Any, ...]:
-        """A waiting request with what is stored of its prompt in its cache; as it is if nothing is."""
+    def begin(self, request: tuple[Any, ...], max_kv_size: int | None, may_load: Callable[[], bool]) -> tuple[Any, ...]:
+        """A waiting request with what is stored of its prompt in its cache; as it is if nothing is.
+
+        From disk only if it ``may_load``.
+        """
         uid, segments, limit, _, _, *options = request
         if not self._prefix.enabled:
             return request
         tokens = [token for segment in segments for token in segment]
-        cache, _, count = self._prefix.attach(tokens, max_kv_size, counted=False)
+        cache, _, count = self._prefix.attach(tokens, max_kv_size, counted=False, may_load=may_load)
         if not count:
             return request
         return uid, _after(segments, count), limit, cache, tokens[:count], *options

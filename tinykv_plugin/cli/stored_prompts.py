@@ -91,15 +91,23 @@ class _StoredSteps:
             yield from start(prompt, **changed)
             return
         steps: Any = start(rest, **changed)
+        answered = False
         try:
             for step in steps:
                 tokens.append(int(step[0]))
+                answered = True
                 yield step
+        except GeneratorExit:
+            raise  # the caller has had enough
+        except BaseException:
+            answered = False  # a pass may have broken off
+            raise
         finally:
             steps.close()  # takes drafts back
-            store.insert_cache(None, tokens, cache)
-            # The caller's list, which its next turn comes with.
-            self._cache, self._tokens = given, tokens[: min(_offsets(cache), default=0)]
+            if answered:
+                store.insert_cache(None, tokens, cache)
+                # The caller's list, which its next turn comes with.
+                self._cache, self._tokens = given, tokens[: min(_offsets(cache), default=0)]
 
     def _store(self, models: Sequence[Any], max_kv_size: int | None) -> Any:
         """The prefix caches of the models that generate together; None unless all have one."""

@@ -61,12 +61,18 @@ class PagedPromptCache(LRUPromptCache):  # type: ignore[misc]
             return found
         with self._lock:
             count = self._common_count(tokens)
-            cache = []
+            while count:
+                parts = [
+                    prefix.attach(tokens, self._max_kv_size, limit=count, counted=False) for prefix in self._prefixes
+                ]
+                least = min(reused for _, _, reused in parts)
+                if least == count:
+                    break
+                # What was on disk can't be read, or what was in memory has just given way.
+                count = self._common_count(tokens[: least + 1])
             for prefix in self._prefixes:
-                part, _, reused = prefix.attach(tokens, self._max_kv_size, limit=count)
-                assert reused == count
-                cache += part
-            return (cache, tokens[count:]) if count else (None, tokens)
+                prefix.count(count, len(tokens) - count)
+            return ([leaf for cache, _, _ in parts for leaf in cache], tokens[count:]) if count else (None, tokens)
 
     def insert_cache(
         self, model: Any, tokens: Sequence[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
@@ -117,13 +123,13 @@ class PagedPromptCache(LRUPromptCache):  # type: ignore[misc]
 
     def _common_count(self, tokens: Sequence[int]) -> int:
         """The most tokens that all models have stored and can be continued after."""
-        count = len(tokens)
+        count = len(tokens) - 1
         while count > 0:
             found = {prefix.matched(tokens[: count + 1], self._max_kv_size) for prefix in self._prefixes}
             if found == {count}:
                 break
             count = min(min(found), count - 1)
-        return count
+        return max(0, count)
 
     def _parts(self, prompt_cache: list[Any]) -> list[list[Any]]:
         """The caches of each model."""
