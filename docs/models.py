@@ -30,7 +30,7 @@ the same model with mlx-lm's own caches, one request at a time, in float32.
   the pages in place. *gather* means that pages are copied together first; the reason follows.
 - **batch**: requests in a batch get what they get alone. In brackets: mlx-lm's own batch of the same prompts, unless
   that is equal too.
-- **drafts**: tokens can be taken back, so a draft model works.
+- **drafts**: a draft model works: what it guessed wrong is taken back, and recurrent state put back.
 - **8 bits**: quantized pages (`bits=8`) give nearly the same probabilities. These models have heads of 32 elements, as
   mlx quantizes no fewer together.
 - **saved**: prompt caches can be saved and loaded, in mlx-lm's format.

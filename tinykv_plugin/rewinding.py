@@ -13,9 +13,11 @@ from mlx_lm.models import cache as mlx_cache
 from .cache import PagedKVCache
 from .errors import ConfigError, DraftError
 from .layout import leaves
+from .unused import UnusedCache
 
-REWINDABLE = (mlx_cache.KVCache, mlx_cache.QuantizedKVCache, mlx_cache.ConcatenateKVCache)
-"""mlx-lm's caches that keep every token: others say that they can be trimmed, and then read what they have dropped."""
+REWINDABLE = (mlx_cache.KVCache, mlx_cache.QuantizedKVCache, mlx_cache.ConcatenateKVCache, UnusedCache)
+"""Caches without pages that keep every token, or none: others say that they can be trimmed, and then read what they
+have dropped."""
 
 
 @dataclass(frozen=True)
