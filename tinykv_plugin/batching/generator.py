@@ -38,8 +38,7 @@ class PagedBatchGenerator(PreemptingGenerator):
     - When running rows outgrow the budget, the youngest is preempted and computed again later (setting ``on_full``).
     - An exception of a request's sampler or logits processor, or of a forward pass, ends the requests concerned with a
       :class:`FailedResponse`; the others go on.
-    - Prompts are processed in chunks of equal length, so nothing is padded: no compute is spent on padding, and
-      recurrent layers never see it.
+    - Prompts are processed in chunks that need little padding, and none where recurrent layers would see it.
     - Prompts and answers are stored in the model's prefix cache, and requests begin with what it has of their prompt;
       of requests that begin alike the first one runs the common part. Stored prompts give way when pages are short.
     """
@@ -176,7 +175,9 @@ class PagedBatchGenerator(PreemptingGenerator):
     def _decode(self) -> list[Any]:
         """One token for every row that has its prompt behind it."""
         out: list[Any] = []
-        if not self._ensure_room(lambda: self._generation_batch, lambda: 1, out) or not len(self._generation_batch):
+        if not self._ensure_room(lambda: self._generation_batch, self._one_each, out) or not len(
+            self._generation_batch
+        ):
             return out
         rows = list(self._generation_batch.uids)
         start = time.perf_counter()
@@ -256,7 +257,7 @@ class PagedBatchGenerator(PreemptingGenerator):
         ready = self._ready()
         if not ready:
             return []
-        if not self._ensure_room(lambda: self._prompt_batch, lambda: 1, out, self._ready):
+        if not self._ensure_room(lambda: self._prompt_batch, lambda: [1] * len(self._ready()), out, self._ready):
             return []
         ready = self._ready()
         if not ready:
@@ -284,12 +285,11 @@ class PagedBatchGenerator(PreemptingGenerator):
         return responses
 
     def _process_prompts(self, out: list[Any]) -> list[Any]:
-        """Process a chunk of equal length of every prompt in the batch; together at most one step's tokens."""
-        if not self._ensure_room(lambda: self._prompt_batch, self._chunk, out) or not len(self._prompt_batch):
+        """Process a chunk of every prompt in the batch; together at most one step's tokens."""
+        if not self._ensure_room(lambda: self._prompt_batch, self._chunks, out) or not len(self._prompt_batch):
             return []
-        count = self._chunk()
-        chunks, responses = [], []
-        for uid, state in zip(self._prompt_batch.uids, self._currently_processing, strict=True):
+        chunks, responses, counts = [], [], self._chunks()
+        for uid, state, count in zip(self._prompt_batch.uids, self._currently_processing, counts, strict=True):
             segments = state[0]
             chunks.append(segments[0][:count])
             segments[0] = segments[0][count:]
@@ -299,7 +299,7 @@ class PagedBatchGenerator(PreemptingGenerator):
             state[1] += count
             if uid not in self._resumed:
                 responses.append(PromptProcessingBatch.Response(uid, (state[1], state[2]), finished, False))
-        self._counters.prompt_tokens += count * len(chunks)
+        self._counters.prompt_tokens += sum(counts)
         uids = list(self._prompt_batch.uids)
         start = time.perf_counter()
         try:
@@ -353,15 +353,29 @@ class PagedBatchGenerator(PreemptingGenerator):
             i for i, (segments, *_) in enumerate(self._currently_processing) if len(segments) == 1 == len(segments[0])
         ]
 
-    def _chunk(self) -> int:
-        """Tokens of each row in the next prompt step."""
+    def _one_each(self) -> list[int]:
+        return [1] * len(self._generation_batch)
+
+    def _chunks(self) -> list[int]:
+        """Tokens of each row in the next prompt step.
+
+        Rows of unlike length are padded to one while at least two thirds of what is computed are tokens: fewer steps
+        are worth that. Where layers without pages would run the padding, all get as many as the shortest.
+        """
         rows = self._currently_processing
-        most = [int(self.prefill_step_size) // len(rows), *(len(segments[0]) for segments, *_ in rows)]
-        for uid, tokens in zip(self._prompt_batch.uids, self._prompt_batch.tokens, strict=True):
+        most = max(1, int(self.prefill_step_size) // len(rows))
+        lengths = [min(most, len(segments[0])) for segments, *_ in rows]
+        for row, (uid, tokens) in enumerate(zip(self._prompt_batch.uids, self._prompt_batch.tokens, strict=True)):
             stop = self._sharing.until_stop(uid, len(tokens))
             if stop is not None:
-                most.append(stop)
-        return max(1, min(most))
+                lengths[row] = min(lengths[row], stop)
+        width = shortest = min(lengths)
+        if not self._session.stateful:
+            full = [
+                count for count in lengths if 3 * sum(min(count, row) for row in lengths) >= 2 * count * len(lengths)
+            ]
+            width = max(full, default=shortest)
+        return [min(width, length) for length in lengths]
 
     def _own_pages(self, cache: list[Any] | None) -> list[Any] | None:
         """``cache`` in pages of this model: mlx-lm's own caches are copied into pages, others' are refused."""

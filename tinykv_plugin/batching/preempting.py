@@ -60,11 +60,11 @@ class PreemptingGenerator(BatchGenerator):  # type: ignore[misc]
     def _ensure_room(
         self,
         batch: Callable[[], Any],
-        count: Callable[[], int],
+        counts: Callable[[], list[int]],
         out: list[Any],
         which: Callable[[], list[int]] | None = None,
     ) -> bool:
-        """Make sure that rows of a batch can take ``count`` more tokens each, at the expense of the youngest request.
+        """Make sure that the rows of a batch can take ``counts`` more tokens, at the expense of the youngest request.
 
         False if that must wait for the pages of what has just finished. The batches change when a row leaves, so all
         arguments are asked again each time.
@@ -76,7 +76,7 @@ class PreemptingGenerator(BatchGenerator):  # type: ignore[misc]
             if not rows:
                 return True
             try:
-                self._session.check_room(rows, [count()] * len(rows))
+                self._session.check_room(rows, counts())
                 return True
             except FULL as error:
                 if self._offers.open:
