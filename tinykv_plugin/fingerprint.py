@@ -29,6 +29,10 @@ class ModelFingerprint:
         self._seen: Sequence[tuple[str, mx.array]] = ()
         self._digest = b""
 
+    def forget(self) -> None:
+        """Compute the digest anew next time."""
+        self._digest = b""
+
     def digest(self) -> bytes:
         """16 bytes that are equal for equal parameters, in any process."""
         named: list[tuple[str, mx.array]] = tree_flatten(self._model.parameters())  # type: ignore[assignment]

@@ -95,13 +95,17 @@ class PrefixCache:
             return self.keep(tokens, row, dict(enumerate(layout.leaves(cache))))
 
     def clear(self) -> None:
-        """Drop everything in memory; pages that requests still hold stay theirs."""
+        """Drop everything in memory; pages that requests still hold stay theirs.
+
+        To be called after weights were changed in place or a LoRA scale was set, which nothing else shows.
+        """
         with self._session.lock:
+            self._fingerprint.forget()
             self.index.clear()
 
     def flush(self) -> None:
         """Have everything that is stored on disk too, if there is a folder for it."""
-        if self._disk is not None:
+        if self._disk is not None and not self._session.closed:
             with self._session.lock:
                 for node in self.index.tree.oldest_first():
                     self._disk.save(node, wait=True)

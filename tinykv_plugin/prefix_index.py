@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm.models.cache import ArraysCache
 
 from .hookspecs import PageEvicted
 from .prefix_tree import TOKEN_BYTES, PrefixNode, PrefixTree, token_bytes
@@ -199,21 +201,25 @@ class PrefixIndex:
 
     def _store_states(self, node: PrefixNode, states: States) -> None:
         kept = {index: copy.deepcopy(states[index]) for index in self._session.stateful}
+        for leaf in kept.values():
+            if isinstance(leaf, ArraysCache):
+                # A row of a batch would keep the whole batch's arrays.
+                leaf.state = tree_map(_own_copy, leaf.state)
         size = sum(leaf.nbytes for leaf in kept.values())
         self._drop_states(node)
         if size > self._state_limit:
             self._prune(node)
             return
         mx.eval([leaf.state for leaf in kept.values()])  # so that any thread can take them over
-        while self._state_bytes + size > self._state_limit:
+        node.state, node.state_bytes = kept, size
+        self._states[node] = None
+        self._state_bytes += size
+        while self._state_bytes > self._state_limit:
             oldest = next(iter(self._states))
             if self.on_evict is not None:
                 self.on_evict(oldest)
             self._drop_states(oldest)
             self._prune(oldest)
-        node.state, node.state_bytes = kept, size
-        self._states[node] = None
-        self._state_bytes += size
 
     def _prune(self, node: PrefixNode) -> None:
         """Take out a node that has nothing to offer any more, and its ancestors like it."""
@@ -227,3 +233,7 @@ class PrefixIndex:
             del self._states[node]
             self._state_bytes -= node.state_bytes
             node.state, node.state_bytes = None, 0
+
+
+def _own_copy(item: Any) -> Any:
+    return mx.stack([item])[0] if isinstance(item, mx.array) else item

@@ -34,7 +34,7 @@ def test_a_plain_model(tinykv: Call, tiny_model_dir: Path) -> None:
     )
     assert done.code == 0, done.err
     found = rows(done.out)
-    assert found["0-3"][:4] == ["full", "", "float32", "gather"]
+    assert found["0-3"][:5] == ["full", "", "gather", "gather", "float32"]
     # 4 layers, 2 heads of 16 dimensions, float32, K and V.
     assert found["a token"] == ["1.00 KiB"]
     assert found["a page of 16 tokens"] == ["16.0 KiB"]

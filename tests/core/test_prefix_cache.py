@@ -330,6 +330,34 @@ def test_what_a_model_is_made_with_counts_as_its_weights() -> None:
     assert tinykv.attach(one, page_size=4).prefix_cache.fingerprint() != first
 
 
+def test_clear_looks_at_the_weights_again() -> None:
+    model = models.make(FULL)
+    kv = tinykv.attach(model, page_size=4)
+    tokens = models.prompt(12)
+    kv.prefix_cache.insert(tokens, run(kv, tokens))
+    before = kv.prefix_cache.fingerprint()
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    weight[:] = 2 * weight
+    kv.prefix_cache.clear()
+    assert kv.prefix_cache.fingerprint() != before
+    assert assert_as_cold(kv, tokens) == 0
+
+
+def test_states_of_a_batch_do_not_keep_the_whole_batch() -> None:
+    kv = attached(HYBRID)
+    rows = [models.logits(kv.model, models.prompt(9, seed), cache) for seed, cache in enumerate([kv.make_cache()])]
+    batch = [mx.zeros((64, 4096)) for _ in range(2)]
+    cache = kv.make_cache()
+    models.logits(kv.model, models.prompt(9), cache)
+    states = next(leaf for leaf in cache if not hasattr(leaf, "_row"))
+    states.state = ([side[3:4] for side in batch], None, None)
+    mx.eval(states.cache)
+    kv.prefix_cache.insert(models.prompt(9), cache)
+    before = mx.get_active_memory()
+    del batch, states, cache, rows
+    assert before - mx.get_active_memory() > 60 * 4096 * 4 * 2
+
+
 def test_a_size_limit_of_the_settings_is_that_of_what_is_fetched() -> None:
     kv = attached(FULL, max_kv_size=16)
     tokens = models.prompt(40)
@@ -348,8 +376,10 @@ def test_a_model_without_pages_keeps_no_more_than_its_states() -> None:
         for seed in range(20):
             tokens = models.prompt(9, seed)
             kv.prefix_cache.insert(tokens, run(kv, tokens))
+        for length in (9, 30, 20, 29, 5, 31, 12):
+            kv.prefix_cache.insert(models.prompt(length), run(kv, models.prompt(length)))
         nodes = len(kv.prefix_cache.index.tree)
-        assert nodes <= 3 * len(kv.prefix_cache.index._states)
+        assert nodes <= 8 * len(kv.prefix_cache.index._states)
         kv.detach()
 
 

@@ -101,7 +101,7 @@ def test_every_entry_point_leads_to_a_file(wheel: Path) -> None:
 def test_the_installed_wheel_finds_its_own_plugins(installed: Path, tmp_path: Path) -> None:
     output = run(installed / "tinykv", "plugins", cwd=tmp_path)
     for name in BUILT_IN:
-        (line,) = (line for line in output.splitlines() if re.search(rf"[│|] {name} ", line))
+        (line,) = (line for line in output.splitlines() if re.match(rf"[│|] {name} ", line))
         assert "tinykv-plugin" in line, output
     assert run(installed / "tinykv", "plugins", cwd=tmp_path) == run(
         installed / "python", "-m", "tinykv_plugin", "plugins", cwd=tmp_path
