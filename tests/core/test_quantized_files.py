@@ -124,6 +124,7 @@ def test_another_window_is_refused(file: str) -> None:
         cache = make_prompt_cache(other)
         logits(other, prompt(9), cache)
         tinykv.save_prompt_cache(file, cache)
+    mlx_cache.save_prompt_cache(file, mlx_cache.load_prompt_cache(file))  # which doesn't say whose it is
     wider = shared("gemma3_text", head_dim=32, sliding_window=16)
     with (
         tinykv.attach(wider, bits=8) as kv,
