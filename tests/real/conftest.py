@@ -1,7 +1,8 @@
-"""How much the tests on a real model do: all of it with a fast BLAS, a part without one, which the summary says."""
+"""How much the tests on a real model do: all of it in `tox run -e real`, else less, and little without a fast BLAS."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +31,11 @@ class Extent:
 
 
 WHOLE = Extent(prompts=6, tokens=64, long=2000, step=512, page_sizes=PAGE_SIZES)
+USUAL = Extent(prompts=6, tokens=32, long=2000, step=512, page_sizes=(1, 32))
 PART = Extent(prompts=2, tokens=24, long=120, step=50, page_sizes=(1, 32))
-EXTENT = WHOLE if load_blas().path is not None else PART
+EXTENT = WHOLE if os.environ.get("TINYKV_REAL_MODEL") == "whole" else USUAL
+if load_blas().path is None:
+    EXTENT = PART
 
 
 @pytest.fixture(scope="session")
