@@ -30,11 +30,12 @@ from mlx_lm.models import base, llama  # noqa: E402
 from mlx_lm.models.cache import KVCache  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
+from shapes import HEAD_DIM, HEADS, KV_HEADS, make_model  # noqa: E402
 
 import tinykv_plugin as tinykv  # noqa: E402
 
 # The shapes of SmolLM2-135M, and fewer layers: the time of a layer is what counts.
-LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 9, 3, 64
+LAYERS = 2
 
 
 @dataclass(frozen=True)
@@ -51,23 +52,6 @@ class Result:
     paged_bytes: int
     stock_waste: float
     paged_waste: float
-
-
-def make_model() -> Any:
-    """A llama whose weights are never used: only its caches and its module's attention are."""
-    return llama.Model(
-        llama.ModelArgs(
-            model_type="llama",
-            hidden_size=HEADS * 2,
-            head_dim=HEAD_DIM,
-            num_hidden_layers=LAYERS,
-            intermediate_size=8,
-            num_attention_heads=HEADS,
-            num_key_value_heads=KV_HEADS,
-            rms_norm_eps=1e-5,
-            vocab_size=8,
-        )
-    )
 
 
 def fill(cache: Sequence[Any], count: int) -> None:
@@ -181,7 +165,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE too")
     options = parser.parse_args()
     mx.random.seed(0)
-    model = make_model()
+    model = make_model(LAYERS)
     results = []
     for context in options.contexts:
         for batch in options.batches:

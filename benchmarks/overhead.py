@@ -32,12 +32,11 @@ from mlx_lm.models import base, llama  # noqa: E402
 from mlx_lm.models.cache import KVCache  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
+from shapes import HEAD_DIM, HEADS, KV_HEADS, LAYERS, make_model  # noqa: E402
 
 import tinykv_plugin as tinykv  # noqa: E402
 from tinykv_plugin.units import format_bytes  # noqa: E402
 
-# The shapes of SmolLM2-135M.
-LAYERS, HEADS, KV_HEADS, HEAD_DIM = 30, 9, 3, 64
 PAGE_SIZE = 32
 STEP_TARGET, FORK_TARGET = 1.5, 50.0
 
@@ -53,23 +52,6 @@ class Case:
     ratio: float
     target: str
     good: bool
-
-
-def make_model() -> Any:
-    """A llama whose weights are never used: only its caches and its module's attention are."""
-    return llama.Model(
-        llama.ModelArgs(
-            model_type="llama",
-            hidden_size=HEADS * 2,
-            head_dim=HEAD_DIM,
-            num_hidden_layers=LAYERS,
-            intermediate_size=8,
-            num_attention_heads=HEADS,
-            num_key_value_heads=KV_HEADS,
-            rms_norm_eps=1e-5,
-            vocab_size=8,
-        )
-    )
 
 
 def tokens(count: int) -> mx.array:

@@ -435,6 +435,7 @@ class PagedSession:
                     f"layer {layer.index} writes {spec}, its pages hold {layer.pages.spec}; after changing a model's "
                     f"dtype or shapes drop its prompt caches, or detach and attach again"
                 )
+            self.prefix.index.clear()  # what they hold goes with their layout
             pool.book(-layer.pages.nbytes)
             del pool.layers[layer.index]
         layer.spec = spec

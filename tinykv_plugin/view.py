@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from .session import PagedSession
 
 
-class LayerView:
+class LayerView(ABC):
     """One layer of some PagedSequences."""
 
     def __init__(self, session: PagedSession, layer: PagedLayer) -> None:
@@ -24,8 +25,8 @@ class LayerView:
         self._layer = layer
         self._newest: PagedKVMetadata | None = None
 
-    def _current_rows(self) -> Sequence[PagedSequence]:
-        raise NotImplementedError
+    @abstractmethod
+    def _current_rows(self) -> Sequence[PagedSequence]: ...
 
     def newest(self) -> tuple[Any, Any]:
         """What ``update_and_fetch`` has returned last: for layers that attend to an earlier layer's K/V.

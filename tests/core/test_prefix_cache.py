@@ -389,3 +389,17 @@ def test_nothing_is_stored_after_detach() -> None:
     kv.detach()
     with pytest.raises(CacheStateError, match="detached"):
         kv.prefix_cache.insert(models.prompt(8), cache)
+
+
+def test_pages_that_are_laid_out_anew_hold_no_stored_prompts() -> None:
+    """A model's dtype changes and changes back: what was stored before is gone, not garbage."""
+    model = models.make(FULL)
+    kv = tinykv.attach(model, page_size=4)
+    tokens = models.prompt(12)
+    kv.prefix_cache.insert(tokens, run(kv, tokens))
+    weights = model.parameters()
+    model.set_dtype(mx.float16)
+    run(kv, models.prompt(9, 2))
+    assert kv.stats().pages_cached == 0
+    model.update(weights)
+    assert assert_as_cold(kv, tokens) == 0

@@ -7,7 +7,6 @@ import functools
 import itertools
 import logging
 import time
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from mlx_lm.generate import PromptProcessingBatch
 
 from ..attachment import attachment_of
 from ..batch_cache import rows_of
-from ..errors import CacheStateError, TinyKVError
+from ..errors import CacheStateError
 from ..layout import leaves
 from ..persistence import adopt
 from ..sequence import PagedSequence
@@ -24,7 +23,7 @@ from ..session import PagedSession
 from .admission import Admission
 from .guard import guard_processors, guard_sampler
 from .preempting import BatchCounts, PreemptingGenerator, row_of
-from .responses import FailedResponse, Offers
+from .responses import Offers
 from .sharing import PromptSharing
 
 log = logging.getLogger("tinykv")
@@ -334,16 +333,6 @@ class PagedBatchGenerator(PreemptingGenerator):
     def _drop_refused(self, out: list[Any]) -> None:
         for uid, error in self._take_reported().items():
             self._fail([uid], error, out)
-
-    def _fail(self, uids: Sequence[int], error: Exception, out: list[Any]) -> None:
-        """End requests with an error; their pages go back."""
-        if not isinstance(error, TinyKVError):
-            log.error("requests %s failed: %s", list(uids), "".join(traceback.format_exception(error)))
-        # The traceback's frames hold the batch, and with it the pages, for as long as somebody keeps the error.
-        error.__traceback__ = error.__context__ = None
-        self.counts.failed += len(uids)
-        self.remove(uids)
-        out += [FailedResponse(uid, -1, None, "error", None, None, error) for uid in uids]
 
     # Odds and ends ------------------------------------------------------------------------------------------------
 

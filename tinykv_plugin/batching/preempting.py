@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,12 +13,12 @@ from typing import Any
 from mlx_lm.generate import BatchGenerator, GenerationBatch
 
 from ..batch_cache import rows_of
-from ..errors import OutOfPagesError, PoolGrowthError
+from ..errors import OutOfPagesError, PoolGrowthError, TinyKVError
 from ..layout import leaves
 from ..sequence import PagedSequence
 from ..session import PagedSession
 from .admission import Admission, Footprint
-from .responses import Offers
+from .responses import FailedResponse, Offers
 from .sharing import PromptSharing
 
 log = logging.getLogger("tinykv")
@@ -55,7 +56,14 @@ class PreemptingGenerator(BatchGenerator):  # type: ignore[misc]
     _unknown: set[int]
 
     def _fail(self, uids: Sequence[int], error: Exception, out: list[Any]) -> None:
-        raise NotImplementedError
+        """End requests with an error; their pages go back."""
+        if not isinstance(error, TinyKVError):
+            log.error("requests %s failed: %s", list(uids), "".join(traceback.format_exception(error)))
+        # The traceback's frames hold the batch, and with it the pages, for as long as somebody keeps the error.
+        error.__traceback__ = error.__context__ = None
+        self.counts.failed += len(uids)
+        self.remove(uids)
+        out += [FailedResponse(uid, -1, None, "error", None, None, error) for uid in uids]
 
     def _ensure_room(
         self,
