@@ -115,16 +115,19 @@ class PagedLayer:
             ]
             return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
         length = queries.shape[2]
-        key = (length if length <= 8 else 9, kind, sinks is not None, metadata.window, metadata.keep, softcap, chunk)
+        step = metadata.step
+        key = (length if length <= 8 else 9, kind, sinks is not None, step.window, step.keep, softcap, chunk)
         reader = self._readers.get(key)
         if reader is None:
             request = self._request(queries, metadata, kind, sinks is not None, softcap, chunk)
             reader = self._readers[key] = self.choose_reader(request)
         backend = reader.backend
-        if reader.outcome is not None and self._gathers(metadata.step, reader.outcome):
+        if reader.outcome is not None and self._gathers(step, reader.outcome):
             backend = self.backends[-1]
         # Only passed on where it is needed: a backend that doesn't know it is not sent it.
-        more = {} if softcap is None else {"softcap": softcap}
+        if softcap is None:
+            return backend.attend(queries, metadata, scale=scale, mask=mask, sinks=sinks)
+        more = {"softcap": softcap}
         return backend.attend(queries, metadata, scale=scale, mask=mask, sinks=sinks, **more)
 
     def choose_reader(self, request: AttentionRequest) -> Reader:
@@ -217,8 +220,9 @@ def attend_handles(
     """
     if type(values) is not PagedKV or values.metadata is not keys.metadata:
         raise HandleTouchedError(keys.layer.index, "keys and values of different origin in attention")
-    if any(cast is not None and cast != queries.dtype for cast in (keys.cast, values.cast)):
+    if (keys.cast is not None and keys.cast != queries.dtype) or (
+        values.cast is not None and values.cast != queries.dtype
+    ):
         raise HandleTouchedError(keys.layer.index, "keys or values in another dtype than the queries'")
-    more = {} if softcap is None else {"softcap": softcap}
-    out: mx.array = keys.layer.attend(queries, keys.metadata, scale=scale, mask=mask, sinks=sinks, **more)
+    out: mx.array = keys.layer.attend(queries, keys.metadata, scale=scale, mask=mask, sinks=sinks, softcap=softcap)
     return out
