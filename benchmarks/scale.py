@@ -55,6 +55,7 @@ def make_session(pages: int) -> PagedSession:
     backend: Any = NoBackend()
     layer = PagedLayer(0, LayerChoice("full"), 0, True, "", SPEC)
     context: Any = SimpleNamespace(
+        model=SimpleNamespace(parameters=dict),
         config=KVCacheConfig(page_size=PAGE_SIZE, max_pages=pages, memory="1TiB"),
         emit=lambda name, event: None,
         gather=backend,
