@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from .table import PageTable
+
+T = TypeVar("T")
 
 HostArray = npt.NDArray[np.int32]
 
@@ -27,6 +30,7 @@ class BlockTable:
         self._lengths = np.zeros(0, dtype=np.int64)
         self._host: HostArray = np.full((0, 0), -1, dtype=np.int32)
         self._device: mx.array | None = None
+        self._derived: dict[object, Any] = {}
 
     @property
     def host(self) -> HostArray:
@@ -39,6 +43,13 @@ class BlockTable:
             # Contiguous: mlx would take over the strides of a slice, which kernels don't expect.
             self._device = mx.array(np.ascontiguousarray(self.host))
         return self._device
+
+    def cached(self, key: object, make: Callable[[], T]) -> T:
+        """``make()``, called once for ``key`` until the table changes."""
+        found = self._derived.get(key)
+        if found is None:
+            found = self._derived[key] = make()
+        return cast("T", found)
 
     def update(self, tables: Sequence[PageTable], changed: Iterable[int]) -> None:
         """Bring the rows with the indices ``changed`` up to date; the first time all of them."""
@@ -71,3 +82,4 @@ class BlockTable:
         self._written[row] = (len(pages), table.dropped, table.revision)
         self._lengths[row] = len(pages)
         self._device = None
+        self._derived.clear()

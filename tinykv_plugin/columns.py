@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -21,6 +22,10 @@ BUCKET_TOKENS = 8192
 # A row of at most this many runs of consecutive pages is joined run by run, which copies each token once.
 MAX_RUNS = 8
 
+# Arrays with fewer elements are cut by one call with strides, at a third of what slicing and reshaping cost: much of
+# a small model's decode step is such calls. mlx makes it from a view with one dimension, whose length has 32 bits.
+FLAT = 2**31
+
 
 def visible(step: GroupStep, row: int) -> list[tuple[int, int]]:
     """The positions a row's queries may see, as ascending (start, stop) spans: kept tokens and newest ones."""
@@ -32,52 +37,89 @@ def visible(step: GroupStep, row: int) -> list[tuple[int, int]]:
     return [(newest - kept, context)] if newest == kept else [(0, kept), (newest, context)]
 
 
-Span = tuple[list[tuple[int, int]] | mx.array, int, int]
+# Pages as runs (start, stop) of consecutive ids, or as an index array.
+Located = list[tuple[int, int]] | mx.array
+
+# What mx.as_strided takes: shape, strides, offset.
+Strided = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
-def spans_of(step: GroupStep, views: bool = True) -> list[Span]:
-    """For each span of row 0: its pages (runs of consecutive ids, or an index array), tokens to skip, tokens.
+class Spans:
+    """What row 0 of a step may see, to be joined from its pages; made once for all layers of a group.
 
-    With an index array the pages are copied; runs may be joined by a view of the pool if ``views`` allow.
+    With ``views``, runs of consecutive pages may be joined by a view of the pool, else every page is copied.
     """
-    found: list[Span] = []
-    size = step.page_size
-    for start, stop in visible(step, 0):
-        if start == stop:
-            continue
-        ids = step.tables[0].pages[start // size : -(-stop // size)].tolist()
-        runs = _runs(ids) if views else []
-        pages = runs if 0 < len(runs) <= MAX_RUNS else int32(ids)
-        found.append((pages, start % size, stop - start))
-    return found
+
+    def __init__(self, step: GroupStep, views: bool) -> None:
+        size = step.page_size
+        # Pages, tokens to skip, tokens.
+        self._spans: list[tuple[Located, int, int]] = []
+        for start, stop in visible(step, 0):
+            if start < stop:
+                first, last = start // size, -(-stop // size)
+                pages = step.kept((first, last, views), functools.partial(_located, step, first, last, views))
+                self._spans.append((pages, start % size, stop - start))
+        self._cuts: dict[tuple[int, ...], list[tuple[list[Strided] | mx.array, Strided]]] = {}
+
+    def join(self, pages: mx.array) -> mx.array:
+        """The tokens as ``(1, heads, tokens, dim)``, of ``pages`` ``(num_pages, heads, page_size, dim)``."""
+        shape = pages.shape
+        cuts = self._cuts.get(shape)
+        if cuts is None:
+            if not shape[3]:  # mlx can't index an array without elements
+                return mx.zeros((1, shape[1], sum(count for *_, count in self._spans), 0), pages.dtype)
+            if pages.size >= FLAT:
+                return self._join_large(pages)
+            cuts = self._cuts[shape] = self._make_cuts(shape)
+        parts = []
+        for which, cut in cuts:
+            if not isinstance(which, list):
+                joined = mx.take(pages, which, 0).swapaxes(0, 1)
+            elif len(which) == 1:
+                joined = mx.as_strided(pages, *which[0])
+            else:
+                joined = mx.concatenate([mx.as_strided(pages, *run) for run in which], axis=1)
+            parts.append(mx.as_strided(joined, *cut))
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+
+    def _make_cuts(self, shape: tuple[int, ...]) -> list[tuple[list[Strided] | mx.array, Strided]]:
+        """How pages of ``shape`` are cut: each run as ``(heads, pages, page_size, dim)``, then the span's tokens."""
+        _, heads, size, dim = shape
+        head = size * dim
+        page = heads * head
+        cuts: list[tuple[list[Strided] | mx.array, Strided]] = []
+        for which, skip, count in self._spans:
+            runs: list[Strided] | mx.array = (
+                which
+                if isinstance(which, mx.array)
+                else [((heads, stop - start, size, dim), (head, page, dim, 1), start * page) for start, stop in which]
+            )
+            held = which.size if isinstance(which, mx.array) else sum(stop - start for start, stop in which)
+            cuts.append((runs, ((1, heads, count, dim), (0, held * head, dim, 1), skip * dim)))
+        return cuts
+
+    def _join_large(self, pages: mx.array) -> mx.array:
+        """The same for arrays of any size."""
+        _, heads, _, dim = pages.shape
+        parts = []
+        for which, skip, count in self._spans:
+            found = (
+                pages[which]
+                if isinstance(which, mx.array)
+                else mx.concatenate([pages[start:stop] for start, stop in which])
+            )
+            parts.append(found.swapaxes(0, 1).reshape(1, heads, -1, dim)[:, :, skip : skip + count])
+        return mx.concatenate(parts, axis=2)
 
 
-def _runs(ids: list[int]) -> list[tuple[int, int]]:
-    """Runs of consecutive page ids as (start, stop); gives up once there are more than MAX_RUNS."""
+def _located(step: GroupStep, first: int, last: int, views: bool) -> Located:
+    """Row 0's logical pages from ``first`` up to ``last``: as runs if ``views`` are allowed and the runs are few."""
+    ids = step.tables[0].pages[first:last].tolist()
     cuts = np.flatnonzero(np.diff(np.asarray(ids)) != 1) + 1
-    if len(cuts) >= MAX_RUNS:
-        return [(0, 0)] * (MAX_RUNS + 1)
+    if not views or len(cuts) >= MAX_RUNS:
+        return int32(ids)
     bounds = [0, *cuts.tolist(), len(ids)]
     return [(ids[a], ids[b - 1] + 1) for a, b in itertools.pairwise(bounds)]
-
-
-def join(pages: mx.array, spans: list[Span]) -> mx.array:
-    """The spans' tokens as ``(1, heads, tokens, dim)``."""
-    parts = []
-    _, heads, _, dim = pages.shape
-    if not dim:  # mlx can't index an array without elements
-        return mx.zeros((1, heads, sum(count for *_, count in spans), 0), pages.dtype)
-    for which, skip, count in spans:
-        if not isinstance(which, list):
-            joined = pages[which].swapaxes(0, 1)
-        elif len(which) == 1:
-            ((start, stop),) = which
-            joined = pages[start:stop].swapaxes(0, 1)
-        else:
-            joined = mx.concatenate([pages[start:stop].swapaxes(0, 1) for start, stop in which], axis=1)
-        slots = joined.shape[1] * joined.shape[2]
-        parts.append(joined.reshape(1, heads, slots, dim)[:, :, skip : skip + count])
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from .arrays import attend_arrays
-from .columns import Buckets, buckets_of, column_count, join, page_columns, spans_of, token_columns, visible
+from .columns import Buckets, Spans, buckets_of, column_count, page_columns, token_columns, visible
 from .hookspecs import hookimpl
 from .masks import causal_array, prior_tokens, row_masks
 from .metadata import PagedKVMetadata, PagedMask, int32
@@ -57,7 +57,7 @@ class GatherBackend:
         assert pages.values is not None
         if step.alone and step.width == 1:
             # The usual decode step: one slot, known on the host; K and V have the shape of its place in the pages.
-            place = step.cached("slot", lambda: int32(_one_slot(step)))
+            place = step.cached("slot", lambda: mx.array(_one_slot(step), mx.int32))
             pages.keys = mx.slice_update(pages.keys, keys, place, (0, 2))
             if values.size:
                 pages.values = mx.slice_update(pages.values, values, place, (0, 2))
@@ -105,7 +105,8 @@ class GatherBackend:
         return attend_arrays(queries, keys, values, scale=scale, mask=mask, sinks=sinks, softcap=softcap)
 
     def dense(self, metadata: PagedKVMetadata) -> tuple[mx.array, mx.array]:
-        return metadata.pages.spec.decode(*self.stored(metadata))
+        keys, values = self.stored(metadata)
+        return metadata.pages.spec.decode(keys, values) if metadata.pages.packed else (keys, values)
 
     def stored(self, metadata: PagedKVMetadata) -> tuple[mx.array, mx.array]:
         step = metadata.step
@@ -118,8 +119,8 @@ class GatherBackend:
         if step.alone:
             # A single run of pages can be joined by a view, which a write in place would show through.
             views = pages.written is None
-            spans = step.cached(("spans", views), lambda: spans_of(step, views))
-            keys, values = join(keys, spans), join(values, spans)
+            spans = step.cached(("spans", views), lambda: Spans(step, views))
+            keys, values = spans.join(keys), spans.join(values)
         else:
             columns = step.cached("columns", lambda: page_columns(step) if step.window is None else token_columns(step))
             keys, values = columns.of(keys), columns.of(values)

@@ -55,6 +55,11 @@ class LayerSpec:
         return self.kv_heads * sum(dim * dtype.size for dim, dtype in self.stored)
 
     @property
+    def packed(self) -> bool:
+        """Whether K or V is quantized."""
+        return self.keys is not None or self.values is not None
+
+    @property
     def unpacked(self) -> LayerSpec:
         """The same K and V in the model's dtypes."""
         return replace(self, keys=None, values=None)
@@ -110,10 +115,11 @@ class LayerPages:
     :meth:`~tinykv_plugin.protocols.GatheringBackend.dense` returns them, and noted in ``last_read``.
     """
 
-    __slots__ = ("copy_out", "due", "keys", "last_read", "page_size", "spec", "values", "writes", "written")
+    __slots__ = ("copy_out", "due", "keys", "last_read", "packed", "page_size", "spec", "values", "writes", "written")
 
     def __init__(self, spec: LayerSpec, page_size: int) -> None:
         self.spec = spec
+        self.packed = spec.packed  # asked for at every write and read
         self.page_size = page_size
         self.keys: mx.array | None = None
         self.values: mx.array | None = None

@@ -282,9 +282,11 @@ class PagedSession:
         try:
             if threading.get_ident() != self._thread:
                 self.enter()  # another thread was here since the step began
-            metadata = PagedKVMetadata(self.pages_for(layer, keys, values), step.groups[layer.group])
-            keys, values = metadata.pages.spec.encode(keys, values)
-            self.writer.write(metadata, metadata.pages.before_write(keys), values)
+            pages = self.pages_for(layer, keys, values)
+            metadata = PagedKVMetadata(pages, step.groups[layer.group])
+            if pages.packed:
+                keys, values = pages.spec.encode(keys, values)
+            self.writer.write(metadata, pages.before_write(keys), values)
         except BaseException:
             if not step.done:
                 for row in step.live_rows():

@@ -75,6 +75,10 @@ class GroupStep:
             found = self._arrays[key] = make()
         return found
 
+    def kept(self, key: object, make: Callable[[], T]) -> T:
+        """The same for what depends on the tables' pages only: kept for later steps until these change."""
+        return self.cached(key, make) if self._table is None else self._table.cached(key, make)
+
     def block_table(self) -> mx.array:
         """int32 ``(batch, max_pages)``, padded with -1."""
         return self._rows().device()

@@ -9,7 +9,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from tinykv_plugin import columns
 from tinykv_plugin.allocator import PageAllocator
+from tinykv_plugin.block_table import BlockTable
+from tinykv_plugin.columns import MAX_RUNS
 from tinykv_plugin.gather import GatherBackend
 from tinykv_plugin.journal import Journal
 from tinykv_plugin.metadata import PagedKVMetadata, PagedMask
@@ -27,8 +30,14 @@ class Case:
     """Rows of random K/V in shuffled pages; slots that hold no token hold NaN."""
 
     def __init__(
-        self, lengths: list[int], page_size: int = 4, dtype: mx.Dtype = mx.float32, retention: Retention = ALL
+        self,
+        lengths: list[int],
+        page_size: int = 4,
+        dtype: mx.Dtype = mx.float32,
+        retention: Retention = ALL,
+        jumps: int | None = None,
     ) -> None:
+        """``jumps``: places where a page doesn't follow the one before (None: a random order)."""
         rng = np.random.default_rng(sum(lengths) + page_size)
         self.backend = GatherBackend()
         spec = LayerSpec(KV_HEADS, KEY_DIM, VALUE_DIM, dtype, dtype)
@@ -43,6 +52,8 @@ class Case:
         self.pages.keys = mx.full(self.pages.keys.shape, float("nan"), dtype)
         self.pages.values = mx.full(self.pages.values.shape, float("nan"), dtype)
         shuffled = rng.permutation(allocator.allocate(total)).tolist()
+        if jumps is not None:
+            shuffled = [page for part in np.array_split(range(total), jumps + 1) for page in reversed(part)]
         self.tables, self.keys, self.values = [], [], []
         for length in lengths:
             table = PageTable(allocator, journal, page_size, retention)
@@ -107,6 +118,49 @@ def test_decode(lengths: list[int], limit: int | None, sinks: bool, page_size: i
         sinks=None if sink is None else mx.array(sink.astype(np.float32)),
     )
     np.testing.assert_allclose(np.array(out), reference(case, queries, ones, limit, sink), atol=2e-6)
+
+
+@pytest.mark.parametrize("jumps", [0, 1, 5, MAX_RUNS - 1, MAX_RUNS])
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("limit", [None, 21])
+@pytest.mark.parametrize("length", [73, 80])
+def test_pages_in_runs(
+    monkeypatch: pytest.MonkeyPatch, jumps: int, large: bool, limit: int | None, length: int
+) -> None:
+    if large:
+        monkeypatch.setattr(columns, "FLAT", 0)
+    case = Case([length], 4, retention=Retention(limit), jumps=jumps)
+    queries = case.rng.standard_normal((1, HEADS, 1, KEY_DIM))
+    out = case.backend.attend(
+        mx.array(queries.astype(np.float32)),
+        PagedKVMetadata(case.pages, case.step([1], 1)),
+        scale=0.25,
+        mask=None,
+        sinks=None,
+    )
+    np.testing.assert_allclose(np.array(out), reference(case, queries, [1], limit, None), atol=2e-6)
+
+
+def test_where_pages_lie_is_found_anew_when_they_change() -> None:
+    case = Case([12], 4, jumps=0)
+    table = BlockTable()
+    table.update(case.tables, ())
+    queries = case.rng.standard_normal((1, HEADS, 1, KEY_DIM))
+    for _ in range(2):
+        step = GroupStep(case.tables, [12], [1], 1, table)
+        out = case.backend.attend(
+            mx.array(queries.astype(np.float32)), PagedKVMetadata(case.pages, step), scale=0.25, mask=None, sinks=None
+        )
+        np.testing.assert_allclose(np.array(out), reference(case, queries, [1], None, None), atol=2e-6)
+        # The same tokens elsewhere; the pages they were in are poisoned.
+        old = case.tables[0].pages[1]
+        new = next(page for page in range(case.pages.num_pages) if page not in case.tables[0].pages)
+        case.backend.copy_pages(case.pages, [old], [new])
+        assert case.pages.keys is not None
+        case.pages.keys[old] = float("nan")
+        case.tables[0].pages[1] = new
+        case.tables[0].revision += 1
+        table.update(case.tables, [0])
 
 
 @pytest.mark.parametrize("lengths", [lengths for lengths in LENGTHS if min(lengths) > 1 or len(lengths) > 1], ids=str)
