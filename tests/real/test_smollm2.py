@@ -13,8 +13,6 @@ from models import greedy
 
 import tinykv_plugin as tinykv
 
-# One process of pytest-xdist runs them all, so that stock's tokens are computed once.
-pytestmark = pytest.mark.xdist_group("real")
 
 PROMPTS = (
     "Why is the sky blue?",

@@ -19,7 +19,6 @@ Serve = Callable[..., Server]
 Driver = Any
 
 # One browser.
-pytestmark = pytest.mark.xdist_group("browser")
 
 SCREENSHOTS = os.environ.get("TINYKV_SCREENSHOTS")
 """A folder to write the documentation's pictures to."""
