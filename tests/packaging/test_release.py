@@ -144,5 +144,21 @@ def test_a_users_project_stands_next_to_ours(installed: Path, tmp_path: Path) ->
     assert "my-project" not in run(installed / "tinykv", "plugins", cwd=tmp_path)
 
 
+def test_the_quick_start_works_from_the_wheel_alone(installed: Path, tmp_path: Path) -> None:
+    """The first answers of docs/quick-start.md, by the model that ``tinykv demo`` fetches."""
+    output = run(installed / "tinykv", "demo", "--max-tokens", "4", cwd=tmp_path)
+    assert "the tokens of all 7 prompts are equal" in output, output
+    fetched = "from tinykv_plugin.demo.fetch import fetch_model; print(fetch_model(progress=False))"
+    model = run(installed / "python", "-c", fetched, cwd=tmp_path).strip()
+    question = ("--prompt", "Why is the sky blue?", "--max-tokens", "4")
+    output = run(installed / "tinykv", "generate", "--model", model, *question, "--kv-stats", cwd=tmp_path)
+    assert "==========" in output, output
+    assert "bytes" in output.partition("KV pages of")[2], output
+    output = run(
+        installed / "tinykv", "inspect", f"{model}/config.json", "--memory", "36GiB", "--context", "2k", cwd=tmp_path
+    )
+    assert "--kv-memory" in output, output
+
+
 def test_shell_completion_comes_with_it(installed: Path, tmp_path: Path) -> None:
     assert "complete -o default -F _tinykv tinykv" in run(installed / "tinykv", "completion", "bash", cwd=tmp_path)
