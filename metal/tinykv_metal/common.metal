@@ -103,6 +103,16 @@ METAL_FUNC float softmax_factor(float from, float to) {
   return from == -INFINITY ? 0.0f : fast::exp(from - to);
 }
 
+// The highest of COUNT maxima.
+template <int COUNT>
+METAL_FUNC float highest(const threadgroup float* tops) {
+  float top = -INFINITY;
+  for (int i = 0; i < COUNT; i++) {
+    top = max(top, tops[i]);
+  }
+  return top;
+}
+
 // One output element from the sums of softmax: `sum` weights under the maximum `top`, and the sink if there is one.
 // A query that sees nothing gets 0.
 METAL_FUNC float softmax_finish(float value, float sum, float top, bool has_sink, float sink) {

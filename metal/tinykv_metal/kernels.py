@@ -136,7 +136,7 @@ class Kernels:
                 *_storage("K", spec.keys, pages.shape(1)[0][3], spec.dtype),
                 *_storage("V", spec.values, pages.shape(1)[1][3], spec.value_dtype),
             ],
-            grid=(parts * THREADS, spec.kv_heads * variant.passes, batch),
+            grid=(parts * THREADS, spec.kv_heads * variant.division.passes, batch),
             threadgroup=(THREADS, 1, 1),
             outputs=[
                 ((batch, heads, width, spec.value_dim), queries.dtype) if whole

@@ -34,6 +34,19 @@ def attend(backend: Any) -> None:
         raise WrongNumbersError
 
 
+def attend_sets(backend: Any) -> None:
+    """More query heads of a group than registers: two sets of simdgroups, and tiles of 32 tokens."""
+    case = Case([70, 3], query_heads=16, kv_heads=1, page_size=8).fill(backend)
+    if not error(case.attend(backend), case.expected()) < TOLERANCE[mx.float32]:
+        raise WrongNumbersError
+
+
+def attend_window_sets(backend: Any) -> None:
+    case = Case([77, 20], 4, window=9, query_heads=4, kv_heads=1, page_size=8).fill(backend)
+    if not error(case.attend(backend), case.expected()) < TOLERANCE[mx.float32]:
+        raise WrongNumbersError
+
+
 def attend_window(backend: Any) -> None:
     case = Case([77, 20], 2, window=24, page_size=8).fill(backend)
     if not error(case.attend(backend), case.expected()) < TOLERANCE[mx.float32]:
@@ -116,7 +129,7 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
     ),
     "no barrier before the sums are read": (
         attend,
-        Replace("attend", f"  {BARRIER}\n  // Output", "  // Output"),
+        Replace("attend", f"  {BARRIER}\n  for (int i = thread", "  for (int i = thread"),
         KernelError,
         "RACE",
     ),
@@ -168,13 +181,13 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
     ),
     "threadgroup memory too small": (
         attend,
-        Replace("attend", "values[SIMDGROUPS * V_DIM]", "values[SIMDGROUPS * V_DIM - 1]"),
+        Replace("attend", "scratch[SCRATCH_FLOATS]", "scratch[SCRATCH_FLOATS - 1]"),
         KernelError,
         "OUT OF BOUNDS|UNDEFINED",
     ),
     "more threadgroup memory than there is": (
         attend,
-        Replace("attend", "values[SIMDGROUPS * V_DIM]", "values[SIMDGROUPS * V_DIM * 32]"),
+        Replace("attend", "scratch[SCRATCH_FLOATS]", "scratch[SCRATCH_FLOATS * 32]"),
         KernelError,
         "THREADGROUP MEMORY",
     ),
@@ -192,7 +205,7 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
     ),
     "the end of an output not written": (
         attend,
-        Replace("attend", "dim < V_DIM; dim += 32 * SIMDGROUPS", "dim < V_DIM - 8; dim += 32 * SIMDGROUPS"),
+        Replace("attend", "i < SETS * V_DIM;", "i < SETS * V_DIM - 8;"),
         KernelError,
         "NEVER WRITTEN",
     ),
@@ -233,6 +246,48 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
         WrongNumbersError,
         "",
     ),
+    "no barrier before a tile is read": (
+        attend_sets,
+        Replace("attend", f"    {BARRIER}\n  }}\n", "  }\n"),
+        KernelError,
+        "RACE on 'scratch'|NOT INITIALISED: threadgroup 'scratch'",
+    ),
+    "no barrier before the next tile": (
+        attend_sets,
+        Replace("attend", f"    {BARRIER}  // everyone", "    // everyone"),
+        KernelError,
+        "RACE on 'scratch'",
+    ),
+    "values of a tile where its keys are": (
+        attend_sets,
+        Replace("attend", "TILE * K_SIZE + u", "u"),
+        KernelError,
+        "RACE on 'scratch'",
+    ),
+    "a token of a tile too far": (
+        attend_sets,
+        Replace("attend", "(first - tile + u) * K_SIZE", "(first - tile + u + 1) * K_SIZE"),
+        KernelError,
+        "NOT INITIALISED: threadgroup 'scratch'",
+    ),
+    "all sets with the vectors of the first": (
+        attend_sets,
+        Replace("attend", "pass_vector + set * PASS", "pass_vector + 0 * set"),
+        WrongNumbersError,
+        "",
+    ),
+    "sums of another set": (
+        attend_sets,
+        Replace("attend", "v * SIMDGROUPS + of * MEMBERS", "v * SIMDGROUPS"),
+        WrongNumbersError,
+        "",
+    ),
+    "a tile skipped that a query sees": (
+        attend_window_sets,
+        Replace("attend", "if (tile + TILE <= low", "if (tile <= low"),
+        WrongNumbersError,
+        "",
+    ),
     "no scale": (attend, Replace("attend", "? scale * float(", "? float("), WrongNumbersError, ""),
     "parts put together without their maxima": (
         attend,
@@ -270,7 +325,7 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
         WrongNumbersError,
         "",
     ),
-    "sinks of other heads": (attend_sinks, Replace("attend", "sinks[head]", "sinks[0]"), WrongNumbersError, ""),
+    "sinks of other heads": (attend_sinks, Replace("attend", "sinks[kv_head * GROUP + in_head / QUERIES]", "sinks[0]"), WrongNumbersError, ""),
     "lanes beyond the head dim": (
         attend_odd_dim,
         Replace("attend", "D % 32 == 0 || dim < D", "true"),
