@@ -77,14 +77,14 @@ for (int tile = begin; tile < end; tile += TILE) {
       if (in_reach(position, end, low, keep)) {
         const int page = block_table[row * max_pages + position / PAGE];
         if (simdgroup % 2 == 0) {
-          const int64_t key = token_offset<PAGE>(page, kv_head, position % PAGE, kv_heads, K_ROW);
+          const int64_t key = token_offset(page, kv_head, position % PAGE, kv_heads, PAGE, K_ROW);
           float x[K_SIZE];
           Row<K_DIM, K_BITS, K_GROUP, K_SCALE>::load(key_pages + key, lane, x);
           UNROLL for (int i = 0; i < K_SIZE; i++) {
             scratch[(u * K_SIZE + i) * 32 + lane] = x[i];
           }
         } else {
-          const int64_t value = token_offset<PAGE>(page, kv_head, position % PAGE, kv_heads, V_ROW);
+          const int64_t value = token_offset(page, kv_head, position % PAGE, kv_heads, PAGE, V_ROW);
           float x[V_SIZE];
           Row<V_DIM, V_BITS, V_GROUP, V_SCALE>::load(value_pages + value, lane, x);
           UNROLL for (int i = 0; i < V_SIZE; i++) {
@@ -100,8 +100,8 @@ for (int tile = begin; tile < end; tile += TILE) {
       continue;
     }
     const int page = SETS > 1 ? 0 : block_table[row * max_pages + first / PAGE];
-    const int64_t key = token_offset<PAGE>(page, kv_head, first % PAGE, kv_heads, K_ROW);
-    const int64_t value = token_offset<PAGE>(page, kv_head, first % PAGE, kv_heads, V_ROW);
+    const int64_t key = token_offset(page, kv_head, first % PAGE, kv_heads, PAGE, K_ROW);
+    const int64_t value = token_offset(page, kv_head, first % PAGE, kv_heads, PAGE, V_ROW);
 
     // All loads before the first sum, so that they overlap.
     float k[TOKENS * K_SIZE];

@@ -27,9 +27,8 @@ METAL_FUNC int lane_dim(int i, int lane) {
 
 // The first element of a token's K or V in a pool (num_pages, kv_heads, page_size, head_dim); 64 bits, as pools may
 // have more than 2^31 elements.
-template <int PAGE>
-METAL_FUNC int64_t token_offset(int page, int head, int slot, int heads, int dim) {
-  return ((int64_t(page) * heads + head) * PAGE + slot) * dim;
+METAL_FUNC int64_t token_offset(int page, int head, int slot, int heads, int page_size, int dim) {
+  return ((int64_t(page) * heads + head) * page_size + slot) * dim;
 }
 
 template <typename T, int RUN>

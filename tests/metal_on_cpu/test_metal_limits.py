@@ -134,7 +134,7 @@ def test_offsets_into_pools_have_64_bits(device: Any) -> None:
         output_names=["offsets"],
         source="""
           const uint i = thread_position_in_grid.x;
-          offsets[i] = token_offset<32>(at[4 * i], at[4 * i + 1], at[4 * i + 2], 8, at[4 * i + 3]);
+          offsets[i] = token_offset(at[4 * i], at[4 * i + 1], at[4 * i + 2], 8, 32, at[4 * i + 3]);
         """,
         header=source("common"),
     )
@@ -167,4 +167,4 @@ def test_no_kernel_indexes_pools_in_another_way() -> None:
             first = index.split(" ")[0]
             declared = re.search(rf"const int64_t {first} = (.*?);", source(name))
             assert declared, (name, index)
-            assert name == "copy" or declared.group(1).startswith("token_offset<PAGE>("), (name, index)
+            assert name == "copy" or declared.group(1).startswith("token_offset("), (name, index)
