@@ -225,6 +225,12 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
         KernelError,
         "UNDEFINED",
     ),
+    "elements read together that are not aligned": (
+        attend,
+        Replace("attend", "Run<T, run>::load(token + dim", "Run<T, run>::load(token + (dim + 1) % D"),
+        KernelError,
+        "UNDEFINED BEHAVIOUR .* alignment",
+    ),
     "the wrong K/V head": (
         attend,
         Replace("attend", "kv_head = threadgroup_position_in_grid.y / PASSES", "kv_head = 0 * PASSES"),

@@ -19,7 +19,7 @@ ROOT = HERE.parents[2]
 
 # check: accesses are checked by the runtime, undefined arithmetic traps, and local variables begin as nonsense.
 _TRAPS = [
-    "-fsanitize=bounds,shift,signed-integer-overflow,integer-divide-by-zero",
+    "-fsanitize=bounds,shift,signed-integer-overflow,integer-divide-by-zero,alignment",
     "-fsanitize-undefined-trap-on-error",
 ]
 KERNEL_FLAGS = {
