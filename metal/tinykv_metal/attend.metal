@@ -1,20 +1,33 @@
 // Attention of one to eight query tokens per row over one part of its pages: online softmax in float32.
 //
 // grid: (parts, kv heads x passes, rows) threadgroups of SIMDGROUPS x 32 threads.
-// A threadgroup serves PASS query vectors that share a K/V head: of its GROUP x QUERIES, those of one pass. Its
-// simdgroups take turns with runs of TOKENS tokens, which lie in one page; their sums are put together at the end.
+// A threadgroup serves query vectors that share a K/V head: of its GROUP x QUERIES, those of one pass. Its simdgroups
+// take turns with runs of TOKENS tokens, which lie in one page; their sums are put together at the end.
+// What registers don't hold is divided: each of SETS sets of simdgroups has PASS vectors. Then TILE tokens at a time
+// are read into threadgroup memory, once for all sets.
 // With WHOLE there is one part, and `out` is the result; otherwise `out` and `stats` are what reduce.metal needs.
 
 constexpr int VECTORS = GROUP * QUERIES;
-constexpr int PASSES = (VECTORS + PASS - 1) / PASS;
+constexpr int PASSES = (VECTORS + SETS * PASS - 1) / (SETS * PASS);
+constexpr int MEMBERS = SIMDGROUPS / SETS;  // simdgroups of a set
 constexpr int K_SIZE = lane_size<K_DIM>();
 constexpr int V_SIZE = lane_size<V_DIM>();
+constexpr int TILE_FLOATS = SETS > 1 ? TILE * 32 * (K_SIZE + V_SIZE) : 0;
+constexpr int SUM_FLOATS = SIMDGROUPS * V_DIM;
+constexpr int SCRATCH_FLOATS = TILE_FLOATS > SUM_FLOATS ? TILE_FLOATS : SUM_FLOATS;
+
+threadgroup float tops[PASS * SIMDGROUPS];
+threadgroup float sums[PASS * SIMDGROUPS];
+// Tokens as lanes hold them, keys and then values; at the end the sums of one vector of each simdgroup.
+threadgroup float scratch[SCRATCH_FLOATS];
 
 const int lane = thread_index_in_simdgroup;
 const int simdgroup = simdgroup_index_in_threadgroup;
 const int row = threadgroup_position_in_grid.z;
 const int kv_head = threadgroup_position_in_grid.y / PASSES;
-const int first_vector = threadgroup_position_in_grid.y % PASSES * PASS;
+const int set = simdgroup / MEMBERS;
+const int pass_vector = threadgroup_position_in_grid.y % PASSES * (SETS * PASS);
+const int first_vector = pass_vector + set * PASS;
 const int kv_heads = key_pages_shape[1];
 const int max_pages = block_table_shape[1];
 
@@ -52,98 +65,138 @@ if (begin >= keep) {
   begin = max(begin, low / TOKENS * TOKENS);  // skipped, not masked
 }
 
-for (int first = begin + simdgroup * TOKENS; first < end; first += SIMDGROUPS * TOKENS) {
-  if (first + TOKENS <= low && first >= keep) {
+for (int tile = begin; tile < end; tile += TILE) {
+  if (tile + TILE <= low && tile >= keep) {
     continue;
   }
-  const int page = block_table[row * max_pages + first / PAGE];
-  const int64_t key = token_offset<PAGE>(page, kv_head, first % PAGE, kv_heads, K_ROW);
-  const int64_t value = token_offset<PAGE>(page, kv_head, first % PAGE, kv_heads, V_ROW);
-
-  // All loads before the first sum, so that they overlap.
-  float k[TOKENS * K_SIZE];
-  UNROLL for (int u = 0; u < TOKENS; u++) {
-    if (in_reach(first + u, end, low, keep)) {
-      Row<K_DIM, K_BITS, K_GROUP, K_SCALE>::load(key_pages + key + u * K_ROW, lane, k + u * K_SIZE);
-    }
-  }
-
-  float score[PASS * TOKENS];
-  UNROLL for (int u = 0; u < TOKENS; u++) {
-    const int position = first + u;
-    const bool held = in_reach(position, end, low, keep);
-    UNROLL for (int v = 0; v < PASS; v++) {
-      float s = -INFINITY;
-      if (held) {
-        float products = 0.0f;
-        UNROLL for (int i = 0; i < K_SIZE; i++) {
-          products += q[v * K_SIZE + i] * k[u * K_SIZE + i];
-        }
-        s = simd_sum(products);
-        if (SOFTCAP) {
-          s = softcap * precise::tanh(s / softcap);
-        }
-        const int vector = first_vector + v;
-        const int query = vector % QUERIES;
-        const int own = context_len - query_len + query;
-        bool seen = vector < VECTORS && query < query_len;
-        if (CAUSAL) {
-          seen = seen && position <= own;
-        }
-        if (WINDOW) {
-          seen = seen && (position > own - (window - keep) || position < keep || own < window);
-        }
-        if (MASK != 0 && seen) {
-          const int64_t at = row * mask_strides[0] + (kv_head * GROUP + vector / QUERIES) * mask_strides[1] +
-              query * mask_strides[2] + position * mask_strides[3];
-          if (MASK == 1) {
-            seen = float(mask[at]) != 0.0f;
-          } else {
-            s += float(mask[at]);
+  if (SETS > 1) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // everyone is done with the last tile
+    UNROLL for (int item = 0; item < 2 * TILE; item += SIMDGROUPS) {
+      const int u = (item + simdgroup) / 2;
+      const int position = tile + u;
+      if (in_reach(position, end, low, keep)) {
+        const int page = block_table[row * max_pages + position / PAGE];
+        if (simdgroup % 2 == 0) {
+          const int64_t key = token_offset(page, kv_head, position % PAGE, kv_heads, PAGE, K_ROW);
+          float x[K_SIZE];
+          Row<K_DIM, K_BITS, K_GROUP, K_SCALE>::load(key_pages + key, lane, x);
+          UNROLL for (int i = 0; i < K_SIZE; i++) {
+            scratch[(u * K_SIZE + i) * 32 + lane] = x[i];
+          }
+        } else {
+          const int64_t value = token_offset(page, kv_head, position % PAGE, kv_heads, PAGE, V_ROW);
+          float x[V_SIZE];
+          Row<V_DIM, V_BITS, V_GROUP, V_SCALE>::load(value_pages + value, lane, x);
+          UNROLL for (int i = 0; i < V_SIZE; i++) {
+            scratch[(TILE * K_SIZE + u * V_SIZE + i) * 32 + lane] = x[i];
           }
         }
-        if (!seen) {
-          s = -INFINITY;
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  for (int first = tile + simdgroup % MEMBERS * TOKENS; first < min(tile + TILE, end); first += MEMBERS * TOKENS) {
+    if (first + TOKENS <= low && first >= keep) {
+      continue;
+    }
+    const int page = SETS > 1 ? 0 : block_table[row * max_pages + first / PAGE];
+    const int64_t key = token_offset(page, kv_head, first % PAGE, kv_heads, PAGE, K_ROW);
+    const int64_t value = token_offset(page, kv_head, first % PAGE, kv_heads, PAGE, V_ROW);
+
+    // All loads before the first sum, so that they overlap.
+    float k[TOKENS * K_SIZE];
+    UNROLL for (int u = 0; u < TOKENS; u++) {
+      if (in_reach(first + u, end, low, keep)) {
+        if (SETS > 1) {
+          UNROLL for (int i = 0; i < K_SIZE; i++) {
+            k[u * K_SIZE + i] = scratch[((first - tile + u) * K_SIZE + i) * 32 + lane];
+          }
+        } else {
+          Row<K_DIM, K_BITS, K_GROUP, K_SCALE>::load(key_pages + key + u * K_ROW, lane, k + u * K_SIZE);
         }
       }
-      score[v * TOKENS + u] = s;
     }
-  }
 
-  UNROLL for (int v = 0; v < PASS; v++) {
-    float higher = top[v];
+    float score[PASS * TOKENS];
     UNROLL for (int u = 0; u < TOKENS; u++) {
-      higher = max(higher, score[v * TOKENS + u]);
-    }
-    const float factor = softmax_factor(top[v], higher);
-    sum[v] *= factor;
-    UNROLL for (int i = 0; i < V_SIZE; i++) {
-      o[v * V_SIZE + i] *= factor;
-    }
-    UNROLL for (int u = 0; u < TOKENS; u++) {
-      score[v * TOKENS + u] = softmax_factor(score[v * TOKENS + u], higher);
-      sum[v] += score[v * TOKENS + u];
-    }
-    top[v] = higher;
-  }
-
-  UNROLL for (int u = 0; u < TOKENS; u++) {
-    if (in_reach(first + u, end, low, keep)) {
-      float x[V_SIZE];
-      Row<V_DIM, V_BITS, V_GROUP, V_SCALE>::load(value_pages + value + u * V_ROW, lane, x);
+      const int position = first + u;
+      const bool held = in_reach(position, end, low, keep);
       UNROLL for (int v = 0; v < PASS; v++) {
-        UNROLL for (int i = 0; i < V_SIZE; i++) {
-          o[v * V_SIZE + i] += score[v * TOKENS + u] * x[i];
+        float s = -INFINITY;
+        if (held) {
+          float products = 0.0f;
+          UNROLL for (int i = 0; i < K_SIZE; i++) {
+            products += q[v * K_SIZE + i] * k[u * K_SIZE + i];
+          }
+          s = simd_sum(products);
+          if (SOFTCAP) {
+            s = softcap * precise::tanh(s / softcap);
+          }
+          const int vector = first_vector + v;
+          const int query = vector % QUERIES;
+          const int own = context_len - query_len + query;
+          bool seen = vector < VECTORS && query < query_len;
+          if (CAUSAL) {
+            seen = seen && position <= own;
+          }
+          if (WINDOW) {
+            seen = seen && (position > own - (window - keep) || position < keep || own < window);
+          }
+          if (MASK != 0 && seen) {
+            const int64_t at = row * mask_strides[0] + (kv_head * GROUP + vector / QUERIES) * mask_strides[1] +
+                query * mask_strides[2] + position * mask_strides[3];
+            if (MASK == 1) {
+              seen = float(mask[at]) != 0.0f;
+            } else {
+              s += float(mask[at]);
+            }
+          }
+          if (!seen) {
+            s = -INFINITY;
+          }
+        }
+        score[v * TOKENS + u] = s;
+      }
+    }
+
+    UNROLL for (int v = 0; v < PASS; v++) {
+      float higher = top[v];
+      UNROLL for (int u = 0; u < TOKENS; u++) {
+        higher = max(higher, score[v * TOKENS + u]);
+      }
+      const float factor = softmax_factor(top[v], higher);
+      sum[v] *= factor;
+      UNROLL for (int i = 0; i < V_SIZE; i++) {
+        o[v * V_SIZE + i] *= factor;
+      }
+      UNROLL for (int u = 0; u < TOKENS; u++) {
+        score[v * TOKENS + u] = softmax_factor(score[v * TOKENS + u], higher);
+        sum[v] += score[v * TOKENS + u];
+      }
+      top[v] = higher;
+    }
+
+    UNROLL for (int u = 0; u < TOKENS; u++) {
+      if (in_reach(first + u, end, low, keep)) {
+        float x[V_SIZE];
+        if (SETS > 1) {
+          UNROLL for (int i = 0; i < V_SIZE; i++) {
+            x[i] = scratch[(TILE * K_SIZE + (first - tile + u) * V_SIZE + i) * 32 + lane];
+          }
+        } else {
+          Row<V_DIM, V_BITS, V_GROUP, V_SCALE>::load(value_pages + value + u * V_ROW, lane, x);
+        }
+        UNROLL for (int v = 0; v < PASS; v++) {
+          UNROLL for (int i = 0; i < V_SIZE; i++) {
+            o[v * V_SIZE + i] += score[v * TOKENS + u] * x[i];
+          }
         }
       }
     }
   }
 }
 
-// The simdgroups' sums, one query vector at a time, so that threadgroup memory holds V_DIM floats per simdgroup.
-threadgroup float tops[PASS * SIMDGROUPS];
-threadgroup float sums[PASS * SIMDGROUPS];
-threadgroup float values[SIMDGROUPS * V_DIM];
+// The simdgroups' sums, one query vector of each at a time.
 const int thread_index = simdgroup * 32 + lane;
 if (lane == 0) {
   UNROLL for (int v = 0; v < PASS; v++) {
@@ -156,37 +209,37 @@ if (thread_index == 0 && row == 0 && threadgroup_position_in_grid.x == 0 && thre
   token[0] = 0;
 }
 
-for (int v = 0; v < PASS && first_vector + v < VECTORS; v++) {
-  float all_top = -INFINITY;
-  for (int s = 0; s < SIMDGROUPS; s++) {
-    all_top = max(all_top, tops[v * SIMDGROUPS + s]);
-  }
-  float all_sum = 0.0f;
-  for (int s = 0; s < SIMDGROUPS; s++) {
-    all_sum += sums[v * SIMDGROUPS + s] * softmax_factor(tops[v * SIMDGROUPS + s], all_top);
-  }
-  const float factor = softmax_factor(top[v], all_top);
+UNROLL for (int v = 0; v < PASS; v++) {
+  const float factor = softmax_factor(top[v], highest<MEMBERS>(tops + v * SIMDGROUPS + set * MEMBERS));
   UNROLL for (int i = 0; i < V_SIZE; i++) {
     const int dim = lane_dim<V_DIM>(i, lane);
     if (V_DIM % 32 == 0 || dim < V_DIM) {
-      values[simdgroup * V_DIM + dim] = o[v * V_SIZE + i] * factor;
+      scratch[simdgroup * V_DIM + dim] = o[v * V_SIZE + i] * factor;
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  // Output vectors are in the order (row, kv head, query head of the group, query token).
-  const int64_t vector = (int64_t(row) * kv_heads + kv_head) * VECTORS + first_vector + v;
-  const int head = kv_head * GROUP + (first_vector + v) / QUERIES;
-  for (int dim = thread_index; dim < V_DIM; dim += 32 * SIMDGROUPS) {
-    float all = 0.0f;
-    for (int s = 0; s < SIMDGROUPS; s++) {
-      all += values[s * V_DIM + dim];
-    }
-    const int64_t at = vector * extent[3] + threadgroup_position_in_grid.x;
-    out[at * V_DIM + dim] =
-        static_cast<T>(WHOLE ? softmax_finish(all, all_sum, all_top, SINKS, SINKS ? float(sinks[head]) : 0.0f) : all);
-    if (dim == 0) {
-      stats[2 * at] = all_top;
-      stats[2 * at + 1] = all_sum;
+  for (int i = thread_index; i < SETS * V_DIM; i += 32 * SIMDGROUPS) {
+    const int of = i / V_DIM;  // set
+    const int dim = i % V_DIM;
+    const int in_head = pass_vector + of * PASS + v;
+    if (in_head < VECTORS) {
+      const int first = v * SIMDGROUPS + of * MEMBERS;
+      const float all_top = highest<MEMBERS>(tops + first);
+      float all_sum = 0.0f;
+      float all = 0.0f;
+      for (int s = 0; s < MEMBERS; s++) {
+        all_sum += sums[first + s] * softmax_factor(tops[first + s], all_top);
+        all += scratch[(of * MEMBERS + s) * V_DIM + dim];
+      }
+      // Output vectors are in the order (row, kv head, query head of the group, query token).
+      const int64_t vector = (int64_t(row) * kv_heads + kv_head) * VECTORS + in_head;
+      const int64_t at = vector * extent[3] + threadgroup_position_in_grid.x;
+      const float sink = SINKS ? float(sinks[kv_head * GROUP + in_head / QUERIES]) : 0.0f;
+      out[at * V_DIM + dim] = static_cast<T>(WHOLE ? softmax_finish(all, all_sum, all_top, SINKS, sink) : all);
+      if (dim == 0) {
+        stats[2 * at] = all_top;
+        stats[2 * at + 1] = all_sum;
+      }
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);

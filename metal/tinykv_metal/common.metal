@@ -27,9 +27,8 @@ METAL_FUNC int lane_dim(int i, int lane) {
 
 // The first element of a token's K or V in a pool (num_pages, kv_heads, page_size, head_dim); 64 bits, as pools may
 // have more than 2^31 elements.
-template <int PAGE>
-METAL_FUNC int64_t token_offset(int page, int head, int slot, int heads, int dim) {
-  return ((int64_t(page) * heads + head) * PAGE + slot) * dim;
+METAL_FUNC int64_t token_offset(int page, int head, int slot, int heads, int page_size, int dim) {
+  return ((int64_t(page) * heads + head) * page_size + slot) * dim;
 }
 
 template <typename T, int RUN>
@@ -101,6 +100,16 @@ METAL_FUNC bool in_reach(int position, int end, int low, int keep) {
 // What a maximum of `from` is worth under the maximum `to`; a part that saw no token counts for nothing.
 METAL_FUNC float softmax_factor(float from, float to) {
   return from == -INFINITY ? 0.0f : fast::exp(from - to);
+}
+
+// The highest of COUNT maxima.
+template <int COUNT>
+METAL_FUNC float highest(const threadgroup float* tops) {
+  float top = -INFINITY;
+  for (int i = 0; i < COUNT; i++) {
+    top = max(top, tops[i]);
+  }
+  return top;
 }
 
 // One output element from the sums of softmax: `sum` weights under the maximum `top`, and the sink if there is one.

@@ -9,8 +9,9 @@
 const int64_t element = thread_position_in_grid.x;
 const int64_t source = moves[2 * thread_position_in_grid.y];
 const int64_t target = moves[2 * thread_position_in_grid.y + 1];
-const int64_t key_size = int64_t(key_pages_shape[1]) * PAGE * K_DIM;
-const int64_t value_size = int64_t(key_pages_shape[1]) * PAGE * V_DIM;
+const int64_t page_tokens = int64_t(key_pages_shape[1]) * key_pages_shape[2];
+const int64_t key_size = page_tokens * key_pages_shape[3];
+const int64_t value_size = VALUES ? page_tokens * value_pages_shape[3] : 0;
 
 if (element < key_size) {
   writable(key_pages)[target * key_size + element] = key_pages[source * key_size + element];

@@ -22,11 +22,11 @@ if (column < length) {
   slot = position % PAGE;
 }
 if (dim < K_DIM) {
-  const int64_t from = token_offset<PAGE>(page, kv_head, slot, kv_heads, K_DIM);
+  const int64_t from = token_offset(page, kv_head, slot, kv_heads, PAGE, K_DIM);
   keys[to * K_DIM + dim] = column < length ? key_pages[from + dim] : K(0);
 }
 if (dim < V_DIM) {
-  const int64_t from = token_offset<PAGE>(page, kv_head, slot, kv_heads, V_DIM);
+  const int64_t from = token_offset(page, kv_head, slot, kv_heads, PAGE, V_DIM);
   values[to * V_DIM + dim] = column < length ? value_pages[from + dim] : V(0);
 }
 if (dim == 0 && column == 0 && thread_position_in_grid.z == 0) {

@@ -58,7 +58,7 @@ class Kernels:
             return self._absent if pages.written is None else pages.written
         (token,) = self._write(
             key_pages, value_pages, slot_mapping, keys, values if values.size else keys, *self._after(pages),
-            template=_constants(pages),
+            template=_with_values(pages),
             grid=(width, slot_mapping.size, pages.spec.kv_heads),
             threadgroup=(min(width, _MOST_THREADS), 1, 1),
             outputs=[_TOKEN],
@@ -71,7 +71,7 @@ class Kernels:
         elements = pages.spec.kv_heads * pages.page_size * max(_dims(pages))
         (token,) = self._copy(
             key_pages, value_pages, _int32(moves), *self._after(pages),
-            template=_constants(pages),
+            template=_with_values(pages),
             grid=(elements, len(moves), 1),
             threadgroup=(_MOST_THREADS, 1, 1),
             outputs=[_TOKEN],
@@ -93,7 +93,10 @@ class Kernels:
         key_dim, value_dim = _dims(pages)
         keys, values, token = self._gather(
             key_pages, value_pages, self._table(metadata), rows, *self._after(pages),
-            template=[("K", key_pages.dtype), ("V", value_pages.dtype), *_constants(pages)],
+            template=[
+                ("K", key_pages.dtype), ("V", value_pages.dtype), ("K_DIM", key_dim), ("V_DIM", value_dim),
+                ("PAGE", pages.page_size),
+            ],
             grid=(max(key_dim, value_dim), columns, batch * heads),
             threadgroup=(min(max(key_dim, value_dim), _MOST_THREADS), 1, 1),
             outputs=[
@@ -118,13 +121,15 @@ class Kernels:
         key_pages, value_pages = _pools(pages)
         batch, heads, width, _ = queries.shape
         kind, array = _mask(mask, (batch, heads, width))
-        window = _window(metadata.window, mask)
+        window, keep = _sight(metadata, mask)
         causal = width > 1 and mask is not None and not kind
         variant = variant_of(
             spec.key_dim, spec.value_dim, pages.page_size, heads // spec.kv_heads, width,
             causal, bool(window), sinks is not None, bool(softcap), kind,
         )  # fmt: skip
-        rows, extent, parts = metadata.step.cached(("metal rows", window), lambda: _token_rows(metadata, window))
+        rows, extent, parts = metadata.step.cached(
+            ("metal rows", window, keep), lambda: _token_rows(metadata, window, keep)
+        )
         whole = parts == 1
         vectors = batch * heads * width
         sinks_or_none = self._absent if sinks is None else sinks
@@ -136,7 +141,7 @@ class Kernels:
                 *_storage("K", spec.keys, pages.shape(1)[0][3], spec.dtype),
                 *_storage("V", spec.values, pages.shape(1)[1][3], spec.value_dtype),
             ],
-            grid=(parts * THREADS, spec.kv_heads * variant.passes, batch),
+            grid=(parts * THREADS, spec.kv_heads * variant.division.passes, batch),
             threadgroup=(THREADS, 1, 1),
             outputs=[
                 ((batch, heads, width, spec.value_dim), queries.dtype) if whole
@@ -148,9 +153,8 @@ class Kernels:
         if not whole:
             (out,) = self._reduce(
                 out, stats, sinks_or_none,
-                template=[
-                    ("T", queries.dtype), ("V_DIM", spec.value_dim), ("QUERIES", width), ("SINKS", variant.sinks),
-                ],
+                # Few constants: each is compiled again for others.
+                template=[("T", queries.dtype), ("SINKS", variant.sinks), ("QUERIES", width if variant.sinks else 1)],
                 grid=(spec.value_dim, vectors, 1),
                 threadgroup=(min(spec.value_dim, _MOST_THREADS), 1, 1),
                 outputs=[((batch, heads, width, spec.value_dim), queries.dtype)],
@@ -185,9 +189,8 @@ def _dims(pages: LayerPages) -> tuple[int, int]:
     return key_dim, value_dim
 
 
-def _constants(pages: LayerPages) -> Template:
-    key_dim, value_dim = _dims(pages)
-    return [("K_DIM", key_dim), ("V_DIM", value_dim), ("PAGE", pages.page_size)]
+def _with_values(pages: LayerPages) -> Template:
+    return [("VALUES", bool(pages.spec.value_dim))]
 
 
 def _storage(side: str, packed: Affine | None, elements: int, dtype: mx.Dtype) -> Template:
@@ -200,10 +203,15 @@ def _storage(side: str, packed: Affine | None, elements: int, dtype: mx.Dtype) -
     ]
 
 
-def _window(own: int | None, mask: object) -> int:
-    """Tokens a query may look back on, the cache's and the mask's; 0 for all."""
-    limit = getattr(mask, "window", None)
-    return min((size for size in (own, limit) if size is not None), default=0)
+def _sight(metadata: PagedKVMetadata, mask: object) -> tuple[int, int]:
+    """Tokens a query may look back on, the cache's limit and the mask's (0 for all), and the first ones it sees, too.
+
+    A model that looks back less far than its cache doesn't see what the cache keeps.
+    """
+    own, limit = metadata.window, getattr(mask, "window", None)
+    if limit is not None and (own is None or limit < own):
+        return limit, 0
+    return own or 0, metadata.keep
 
 
 def _mask(mask: object, shape: tuple[int, int, int]) -> tuple[int, mx.array | None]:
@@ -215,12 +223,12 @@ def _mask(mask: object, shape: tuple[int, int, int]) -> tuple[int, mx.array | No
     return 1 if mask.dtype == mx.bool_ else 2, mx.broadcast_to(mask, (*shape, mask.shape[-1]))
 
 
-def _token_rows(metadata: PagedKVMetadata, window: int) -> tuple[mx.array, mx.array, int]:
+def _token_rows(metadata: PagedKVMetadata, window: int, keep: int) -> tuple[mx.array, mx.array, int]:
     """For attend.metal: ``rows``, ``extent``, and the number of parts.
 
     A row is its tokens, its query tokens and the first token after the kept ones that some query sees.
     """
-    step, keep = metadata.step, metadata.keep
+    step = metadata.step
     rows = []
     for context, count in zip(step.context_lens, step.query_lens, strict=True):
         own = context - count

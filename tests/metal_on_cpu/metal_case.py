@@ -115,6 +115,7 @@ class Case:
         out = np.zeros((batch, heads, width, self.value_dim))
         limits = [w for w in (self.window, getattr(mask, "window", None)) if w is not None]
         limit = min(limits, default=None)
+        keep = self.keep if limit == self.window else 0
         for row in range(batch):
             keys, values = self.row(row)
             context, count = self.contexts[row], self.query_lens[row]  # type: ignore[index]
@@ -123,7 +124,7 @@ class Case:
             if isinstance(mask, str | PagedMask):
                 seen &= positions <= own
             if limit is not None:
-                seen &= (positions > own - (limit - self.keep)) | (positions < self.keep) | (own < limit)
+                seen &= (positions > own - (limit - keep)) | (positions < keep) | (own < limit)
             for head in range(heads):
                 scores = queries[row, head, :count] @ keys[head // group].T * self.scale
                 if softcap:

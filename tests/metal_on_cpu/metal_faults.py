@@ -23,13 +23,27 @@ class Replace:
 
     def __call__(self, name: str, source: str, header: str) -> tuple[str, str]:
         if name == self.name:
-            assert (source + header).count(self.old) >= 1, "the text to change is not in the source any more"
+            if self.old not in source + header:
+                raise LookupError(f"{self.old!r} is not in the source any more")
             source, header = (text.replace(self.old, self.new) for text in (source, header))
         return source, header
 
 
 def attend(backend: Any) -> None:
     case = Case([600, 77, 2], query_heads=4, kv_heads=2, page_size=16).fill(backend)
+    if not error(case.attend(backend), case.expected()) < TOLERANCE[mx.float32]:
+        raise WrongNumbersError
+
+
+def attend_sets(backend: Any) -> None:
+    """More query heads of a group than registers: two sets of simdgroups, and tiles of 32 tokens."""
+    case = Case([70, 3], query_heads=16, kv_heads=1, page_size=8).fill(backend)
+    if not error(case.attend(backend), case.expected()) < TOLERANCE[mx.float32]:
+        raise WrongNumbersError
+
+
+def attend_window_sets(backend: Any) -> None:
+    case = Case([77, 20], 4, window=9, query_heads=4, kv_heads=1, page_size=8).fill(backend)
     if not error(case.attend(backend), case.expected()) < TOLERANCE[mx.float32]:
         raise WrongNumbersError
 
@@ -116,9 +130,9 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
     ),
     "no barrier before the sums are read": (
         attend,
-        Replace("attend", f"  {BARRIER}\n  // Output", "  // Output"),
+        Replace("attend", f"  {BARRIER}\n  for (int i = thread", "  for (int i = thread"),
         KernelError,
-        "RACE",
+        "NOT INITIALISED: threadgroup 'scratch'",
     ),
     "no barrier before the next vector": (
         attend,
@@ -140,7 +154,7 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
     ),
     "a barrier that some threads don't reach": (
         attend,
-        Replace("attend", f"}}\n{BARRIER}\n", f"}}\nif (simdgroup == 0) {BARRIER}\n"),
+        Replace("attend", f"}}\n{BARRIER}\n", f"}}\n{BARRIER}\nif (simdgroup == 0) {BARRIER}\n"),
         KernelError,
         "DIVERGENCE",
     ),
@@ -168,13 +182,13 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
     ),
     "threadgroup memory too small": (
         attend,
-        Replace("attend", "values[SIMDGROUPS * V_DIM]", "values[SIMDGROUPS * V_DIM - 1]"),
+        Replace("attend", "scratch[SCRATCH_FLOATS]", "scratch[SCRATCH_FLOATS - 1]"),
         KernelError,
         "OUT OF BOUNDS|UNDEFINED",
     ),
     "more threadgroup memory than there is": (
         attend,
-        Replace("attend", "values[SIMDGROUPS * V_DIM]", "values[SIMDGROUPS * V_DIM * 32]"),
+        Replace("attend", "scratch[SCRATCH_FLOATS]", "scratch[SCRATCH_FLOATS * 32]"),
         KernelError,
         "THREADGROUP MEMORY",
     ),
@@ -192,7 +206,7 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
     ),
     "the end of an output not written": (
         attend,
-        Replace("attend", "dim < V_DIM; dim += 32 * SIMDGROUPS", "dim < V_DIM - 8; dim += 32 * SIMDGROUPS"),
+        Replace("attend", "i < SETS * V_DIM;", "i < SETS * V_DIM - 8;"),
         KernelError,
         "NEVER WRITTEN",
     ),
@@ -210,6 +224,12 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
         Replace("attend", "float score[PASS * TOKENS];", "float score[PASS * TOKENS - 1];"),
         KernelError,
         "UNDEFINED",
+    ),
+    "elements read together that are not aligned": (
+        attend,
+        Replace("attend", "Run<T, run>::load(token + dim", "Run<T, run>::load(token + (dim + 1) % D"),
+        KernelError,
+        "UNDEFINED BEHAVIOUR .* alignment",
     ),
     "the wrong K/V head": (
         attend,
@@ -229,7 +249,49 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
     ),
     "sums not scaled to the new maximum": (
         attend,
-        Replace("attend", "o[v * V_SIZE + i] *= factor;\n    }\n    UNROLL", "}\n    UNROLL"),
+        Replace("attend", "o[v * V_SIZE + i] *= factor;", ""),
+        WrongNumbersError,
+        "",
+    ),
+    "no barrier before a tile is read": (
+        attend_sets,
+        Replace("attend", f"    {BARRIER}\n  }}\n", "  }\n"),
+        KernelError,
+        "RACE on 'scratch'|NOT INITIALISED: threadgroup 'scratch'",
+    ),
+    "no barrier before the next tile": (
+        attend_sets,
+        Replace("attend", f"    {BARRIER}  // everyone", "    // everyone"),
+        KernelError,
+        "RACE on 'scratch'",
+    ),
+    "values of a tile where its keys are": (
+        attend_sets,
+        Replace("attend", "TILE * K_SIZE + u", "u"),
+        KernelError,
+        "RACE on 'scratch'",
+    ),
+    "a token of a tile too far": (
+        attend_sets,
+        Replace("attend", "(first - tile + u) * K_SIZE", "(first - tile + u + 1) * K_SIZE"),
+        KernelError,
+        "NOT INITIALISED: threadgroup 'scratch'",
+    ),
+    "all sets with the vectors of the first": (
+        attend_sets,
+        Replace("attend", "pass_vector + set * PASS", "pass_vector + 0 * set"),
+        WrongNumbersError,
+        "",
+    ),
+    "sums of another set": (
+        attend_sets,
+        Replace("attend", "v * SIMDGROUPS + of * MEMBERS", "v * SIMDGROUPS"),
+        WrongNumbersError,
+        "",
+    ),
+    "a tile skipped that a query sees": (
+        attend_window_sets,
+        Replace("attend", "if (tile + TILE <= low", "if (tile <= low"),
         WrongNumbersError,
         "",
     ),
@@ -270,12 +332,12 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
         WrongNumbersError,
         "",
     ),
-    "sinks of other heads": (attend_sinks, Replace("attend", "sinks[head]", "sinks[0]"), WrongNumbersError, ""),
+    "sinks of other heads": (attend_sinks, Replace("attend", "sinks[kv_head * GROUP + in_head / QUERIES]", "sinks[0]"), WrongNumbersError, ""),
     "lanes beyond the head dim": (
         attend_odd_dim,
         Replace("attend", "D % 32 == 0 || dim < D", "true"),
-        AssertionError,
-        "",
+        KernelError,
+        "OUT OF BOUNDS: buffer 'key_pages'",
     ),
     "quantized: no bias": (attend_quantized, Replace("attend", "1u)) + bias;", "1u));"), WrongNumbersError, ""),
     "quantized: the scale of another group": (
@@ -293,7 +355,7 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
     "quantized: rows as long as the head dim": (
         attend_quantized,
         Replace("attend", "u * K_ROW", "u * K_DIM"),
-        AssertionError,
+        WrongNumbersError,
         "",
     ),
     "tokens of padding written": (write, Replace("write", "slot >= 0 &&", ""), KernelError, "OUT OF BOUNDS"),
@@ -305,7 +367,7 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
     ),
     "strides of values not used": (
         write,
-        Replace("write", "column * values_strides[2]", "column * V_DIM"),
+        Replace("write", "column * values_strides[2]", "column * value_dim"),
         WrongNumbersError,
         "",
     ),
@@ -326,8 +388,8 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
         copy,
         Replace(
             "copy",
-            "const int64_t value_size = int64_t(key_pages_shape[1]) * PAGE * V_DIM",
-            "const int value_size = key_pages_shape[1] * PAGE * V_DIM * 1000003",
+            "const int64_t page_tokens = int64_t(key_pages_shape[1]) * key_pages_shape[2]",
+            "const int page_tokens = key_pages_shape[1] * key_pages_shape[2] * 100000007",
         ),
         KernelError,
         "UNDEFINED|BOUNDS",

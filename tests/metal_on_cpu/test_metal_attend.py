@@ -105,6 +105,8 @@ def test_a_window_of_the_mask(backend: Any) -> None:
 def test_kept_tokens(backend: Any) -> None:
     case = Case([700, 40, 41, 3], window=40, keep=4).fill(backend)
     close(case, case.attend(backend))
+    mask = PagedMask(20)  # a model that looks back less far than its cache
+    close(case, case.attend(backend, mask=mask), mask=mask)
 
 
 @pytest.mark.parametrize("queries", [1, 2])

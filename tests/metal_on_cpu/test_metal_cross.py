@@ -13,7 +13,7 @@ import pytest
 from metal_case import Case
 from metal_device import install
 from msl_cpu import build, device, translate
-from msl_cpu.program import MLX_INCLUDE, UTILS, Argument, Counts, Kind, Program
+from msl_cpu.program import MLX_INCLUDE, PRELUDE, Argument, Counts, Kind, Program
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 MISSING = [name for name in (COMPILER, EMULATOR) if shutil.which(name) is None]
@@ -88,7 +88,7 @@ def test_a_kernel_on_arm64(variant: str, tmp_path: Path, monkeypatch: pytest.Mon
     ((text, arguments, grid, threadgroup, made),) = runs
 
     runtime = build.HERE / "runtime"
-    sources = {"kernel.cpp": translate.as_cpp(*text, UTILS)}
+    sources = {"kernel.cpp": PRELUDE + translate.as_cpp(*text)}
     sources["driver.cpp"] = DRIVER.replace("GRID", ", ".join(map(str, grid))).replace(
         "GROUP", ", ".join(map(str, threadgroup))
     )

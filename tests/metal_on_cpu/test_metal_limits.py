@@ -53,19 +53,35 @@ def test_what_it_does_not_serve(backend: Any, changes: dict[str, Any], reason: s
 
 
 def test_every_shape_fits_into_a_threadgroup() -> None:
-    """32 KB of threadgroup memory, and few enough numbers for a lane's registers."""
+    """32 KB of threadgroup memory, few enough numbers for a lane's registers, and a simdgroup for each vector."""
     from tinykv_metal.limits import reasons
-    from tinykv_metal.variant import LANE_FLOATS, SIMDGROUPS, Variant, lane_size
+    from tinykv_metal.variant import LANE_FLOATS, PART, SIMDGROUPS, Variant
 
     for dim in range(8, 577, 8):
         for group in (1, 2, 3, 4, 7, 8, 16, 32):
             for queries in (1, 8):
                 assert reasons(dataclasses.replace(REQUEST, key_dim=dim, value_dim=dim, query_len=queries)) == []
                 variant = Variant(dim, dim, 32, group, queries)
-                assert variant.passes * variant.pass_size >= variant.vectors
-                assert (variant.passes - 1) * variant.pass_size < variant.vectors
-                assert variant.pass_size * 2 * lane_size(dim) <= max(LANE_FLOATS, 2 * lane_size(dim))
-                assert 4 * SIMDGROUPS * (dim + 2 * variant.pass_size) <= 32768
+                one = variant.division
+                assert one.passes * one.sets * one.size >= variant.vectors
+                assert (one.passes - 1) * one.sets * one.size < variant.vectors
+                assert variant.lane_floats(one.size, one.tokens) <= LANE_FLOATS
+                assert variant.threadgroup_bytes <= 32768
+                # Runs lie in a page and in a tile, tiles in a part, and every simdgroup has a run of a tile.
+                assert 4 % one.tokens == one.tile % 4 == PART % one.tile == SIMDGROUPS % one.sets == 0
+                assert SIMDGROUPS // one.sets * one.tokens <= one.tile
+
+
+@pytest.mark.parametrize(
+    ("key_dim", "group", "queries", "passes", "sets"),
+    [(128, 8, 1, 1, 1), (64, 8, 1, 1, 1), (256, 2, 1, 1, 1), (128, 16, 1, 1, 2), (128, 4, 4, 1, 2), (512, 8, 1, 1, 4),
+     (512, 16, 1, 1, 8), (576, 128, 1, 8, 8)],
+)  # fmt: skip
+def test_a_group_reads_keys_and_values_once(key_dim: int, group: int, queries: int, passes: int, sets: int) -> None:
+    from tinykv_metal.variant import Variant
+
+    division = Variant(key_dim, min(key_dim, 512), 32, group, queries).division
+    assert (division.passes, division.sets) == (passes, sets)
 
 
 def test_without_metal_it_says_so_and_gather_serves(monkeypatch: pytest.MonkeyPatch, tiny_llama: Any) -> None:
@@ -118,7 +134,7 @@ def test_offsets_into_pools_have_64_bits(device: Any) -> None:
         output_names=["offsets"],
         source="""
           const uint i = thread_position_in_grid.x;
-          offsets[i] = token_offset<32>(at[4 * i], at[4 * i + 1], at[4 * i + 2], 8, at[4 * i + 3]);
+          offsets[i] = token_offset(at[4 * i], at[4 * i + 1], at[4 * i + 2], 8, 32, at[4 * i + 3]);
         """,
         header=source("common"),
     )
@@ -151,4 +167,4 @@ def test_no_kernel_indexes_pools_in_another_way() -> None:
             first = index.split(" ")[0]
             declared = re.search(rf"const int64_t {first} = (.*?);", source(name))
             assert declared, (name, index)
-            assert name == "copy" or declared.group(1).startswith("token_offset<PAGE>("), (name, index)
+            assert name == "copy" or declared.group(1).startswith("token_offset("), (name, index)

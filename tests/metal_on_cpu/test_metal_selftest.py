@@ -49,7 +49,7 @@ def test_the_kernels_pass(backend: Any, changes: dict[str, Any]) -> None:
     [
         (Replace("attend", "? scale * float(", "? float("), "its result differs from gather's by "),
         (
-            Replace("write", "slot % PAGE, kv_heads, V_DIM", "0, kv_heads, V_DIM"),
+            Replace("write", "kv_heads, page_size, value_dim", "kv_heads, page_size, 0"),
             "its result differs from gather's by ",
         ),
         (Replace("copy", "value_pages[source", "value_pages[target"), "its result differs from gather's by "),

@@ -105,6 +105,37 @@ FAULTS = {
     ),
     "a statement of C++17": (Replace("attend", "if (SOFTCAP) {", "if constexpr (SOFTCAP) {"), "C\\+\\+17 extension"),
     "a function that isn't there": (Replace("attend", "simd_sum(products)", "simd_add(products)"), "simd_add"),
+    "a thread pointer without its address space": (
+        Replace("attend", "from, thread float* to", "from, float* to"),
+        "without an address space",
+    ),
+    "a result without an address space": (
+        Replace("attend", "METAL_FUNC device T* writable", "METAL_FUNC T* writable"),
+        "without an address space",
+    ),
+    "a cast without an address space": (
+        Replace("attend", "const device S* scales = (const device S*)", "const device S* scales = (const S*)"),
+        "without an address space",
+    ),
+    "a variable of the program": (
+        Replace("attend", "#define UNROLL", "float total = 0.0f;\n#define UNROLL"),
+        "a variable of the program that is not constant",
+    ),
+    "a static variable": (Replace("attend", "const int lane =", "static int calls;\nconst int lane ="), "a static variable"),
+    "recursion": (
+        Replace("attend", "  float top = -INFINITY;\n  for", "  float top = highest<COUNT>(tops);\n  for"),
+        "a function that calls itself",
+    ),
+    "an array of a thread that can't be in registers": (
+        Replace("attend", "UNROLL for (int v = 0; v < PASS; v++) {\n  const float", "for (int v = 0; v < PASS; v++) {\n  const float"),
+        "indexed by a loop that isn't unrolled",
+    ),
+    "a sum of bfloats": (
+        Replace("attend", "float products = 0.0f;", "bfloat products = bfloat(0.0f);"),
+        "call to deleted function 'simd_sum'",
+    ),
+    "a word that Metal reserves": (Replace("attend", "const int lane =", "int kernel;\nconst int lane ="), "poisoned"),
+    "a goto": (Replace("attend", "const int lane =", "goto on;\non:\nconst int lane ="), "poisoned"),
     "an index cut to 32 bits": (Replace("attend", "const int64_t key =", "const int key ="), "loses integer precision"),
 }
 

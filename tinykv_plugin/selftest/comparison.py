@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -24,15 +24,35 @@ class Comparison:
     problem: str
 
 
+# Tokens of the longest row: larger windows and chunks are compared as if they were a little smaller than this.
+LONGEST = 16384
+
+
 def samples_of(request: AttentionRequest) -> list[list[int]]:
-    """Contexts of the rows: a short row alone, and nine rows of which one has more than a part of a kernel."""
+    """Contexts of the rows: a short row alone, nine of which one has more than a part of a kernel, a long one alone.
+
+    Some row has more tokens than a window or a chunk.
+    """
     size = request.page_size
-    return [[40], [530, 1, size, size + 1, 7, 40, 2, 100, 2 * size]]
+    samples = [[40], [530, 1, size, size + 1, 7, 40, 2, 100, 2 * size]]
+    reach = max(request.window or 0, request.chunk or 0)
+    return samples if reach <= 500 else [*samples, [min(LONGEST, reach + 61)]]
+
+
+def comparable(request: AttentionRequest) -> AttentionRequest:
+    """``request`` with a window and a chunk that a sample's rows are longer than."""
+    most = LONGEST - 61
+    return replace(
+        request,
+        window=None if request.window is None else min(request.window, most),
+        chunk=None if request.chunk is None else min(request.chunk, most),
+    )
 
 
 def compare(backend: AttentionBackend, gather: AttentionBackend, request: AttentionRequest) -> Comparison:
     """Compare ``backend`` with ``gather`` in calls of the kind of ``request``. Never raises."""
     allowed = ALLOWED.get(request.dtype, ALLOWED[mx.bfloat16])
+    request = comparable(request)
     worst = 0.0
     try:
         for contexts in samples_of(request):
@@ -49,38 +69,43 @@ def compare(backend: AttentionBackend, gather: AttentionBackend, request: Attent
 
 
 def _results(backend: AttentionBackend, request: AttentionRequest, contexts: Sequence[int]) -> list[mx.array]:
-    """What pages hold first; after they were overwritten with that read still pending; after they were copied."""
+    """What pages hold first; after they were overwritten with that read still pending; after they were copied.
+
+    The first with each mask.
+    """
     sample = Sample(request, contexts)
+    masks = sample.masks()
     pages = sample.pages(backend)
     sample.write(backend, pages)
-    first = sample.attend(backend, pages)
+    first = [sample.attend(backend, pages, mask) for mask in masks]
     sample.write(backend, pages, 1)
-    second = sample.attend(backend, pages)
+    second = sample.attend(backend, pages, masks[0])
     mx.eval(second, first)
     backend.resize(pages, sample.num_pages + 1)
     backend.copy_pages(pages, [0], [sample.num_pages])
     sample.write(backend, pages)
     backend.copy_pages(pages, [sample.num_pages], [0])
-    third = sample.attend(backend, pages)
+    third = sample.attend(backend, pages, masks[0])
     mx.eval(third)
-    return [sample.valid(output) for output in (first, second, third)]
+    return [sample.valid(output) for output in (*first, second, third)]
 
 
 def _references(gather: AttentionBackend, request: AttentionRequest, contexts: Sequence[int]) -> list[mx.array]:
     """The same by gather in float32, evaluated step by step."""
     sample = Sample(request, contexts)
+    masks = sample.masks()
     pages = sample.pages(gather, mx.float32)
     results = []
-    for which in (0, 1):
+    for which, some in ((0, masks), (1, masks[:1])):
         sample.write(gather, pages, which)
-        results.append(sample.attend(gather, pages))
-        mx.eval(results[-1])
+        results += [sample.attend(gather, pages, mask) for mask in some]
+        mx.eval(results)
     page = _page(pages, 0)
     sample.write(gather, pages)
     assert pages.keys is not None
     assert pages.values is not None
     pages.keys[0], pages.values[0] = page
-    results.append(sample.attend(gather, pages))
+    results.append(sample.attend(gather, pages, masks[0]))
     mx.eval(results[-1])
     return [sample.valid(output) for output in results]
 

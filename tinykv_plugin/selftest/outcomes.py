@@ -72,6 +72,7 @@ def kind_of(request: AttentionRequest) -> str:
     sinks = ", sinks" if request.sinks else ""
     mask = ", mask" if request.mask == "array" else ""
     softcap = f", softcap {request.softcap:g}" if request.softcap is not None else ""
+    chunk = f", chunk {request.chunk}" if request.chunk is not None else ""
     dims = f"{request.key_dim}" if request.key_dim == request.value_dim else f"{request.key_dim}/{request.value_dim}"
     dtype = str(request.dtype).rsplit(".", 1)[-1]
     packed = "".join(
@@ -81,5 +82,5 @@ def kind_of(request: AttentionRequest) -> str:
     )
     return (
         f"{request.query_heads}/{request.kv_heads} heads of {dims}, {dtype}, page size {request.page_size}, "
-        f"{request.query_len} new{window}{keep}{sinks}{mask}{softcap}{packed}"
+        f"{request.query_len} new{window}{keep}{sinks}{mask}{softcap}{chunk}{packed}"
     )

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..allocator import PageAllocator
 from ..journal import Journal
-from ..metadata import PagedKVMetadata
+from ..metadata import PagedKVMetadata, PagedMask
 from ..pages import LayerPages, LayerSpec
 from ..protocols import AttentionBackend, AttentionRequest
 from ..step import GroupStep
@@ -30,15 +30,23 @@ class Sample:
         self.num_pages = sum(counts)
         allocator.resize(self.num_pages)
         ids = np.random.default_rng(seed).permutation(allocator.allocate(self.num_pages)).tolist()
-        self._tables = []
-        for count in counts:
-            table = PageTable(allocator, journal, size, Retention(request.window, request.keep))
-            table.append([ids.pop() for _ in range(count)])
-            self._tables.append(table)
         width = request.query_len
         self._lens = [min(width, context) for context in contexts]
+        retention = Retention(request.window, request.keep)
+        # Tables to write all tokens by, and tables from which a window has dropped pages, to read by.
+        self._tables, self._reading = [], []
+        for count, context, query_len in zip(counts, contexts, self._lens, strict=True):
+            pages = [ids.pop() for _ in range(count)]
+            allocator.share(pages)
+            for tables in (self._tables, self._reading):
+                tables.append(PageTable(allocator, journal, size, retention))
+                tables[-1].append(pages)
+            self._reading[-1].drop_unreadable(context - query_len)
         self._keys = list(mx.random.split(mx.random.key(seed), 6))
         self.queries = self._random(0, (len(contexts), request.query_heads, width, request.key_dim))
+        if request.softcap is not None:
+            # Scores that a cap changes by more than their rounding in the half types.
+            self.queries = (self.queries * max(1, request.softcap / 8)).astype(request.dtype)
         self.sinks = self._random(3, (request.query_heads,)) if request.sinks else None
         self.scale = request.key_dim**-0.5
 
@@ -76,16 +84,16 @@ class Sample:
             stored = self.spec.decode(*stored, pages.spec.dtype)
         backend.write(PagedKVMetadata(pages, step), *stored)
 
-    def attend(self, backend: AttentionBackend, pages: LayerPages) -> mx.array:
-        """The call to compare, its result in the dtype of ``pages``."""
+    def attend(self, backend: AttentionBackend, pages: LayerPages, mask: Any = None) -> mx.array:
+        """The call to compare, with one of :meth:`masks`, its result in the dtype of ``pages``."""
         # A step of its own for each call: backends keep with it what they work out.
-        step = GroupStep(self._tables, self.contexts, self._lens, self.request.query_len)
+        step = GroupStep(self._reading, self.contexts, self._lens, self.request.query_len)
         more = {} if self.request.softcap is None else {"softcap": self.request.softcap}
         return backend.attend(
             self.queries.astype(pages.spec.dtype),
             PagedKVMetadata(pages, step),
             scale=self.scale,
-            mask=self.mask(),
+            mask=mask,
             sinks=None if self.sinks is None else self.sinks.astype(pages.spec.dtype),
             **more,
         )
@@ -95,13 +103,20 @@ class Sample:
         there = mx.arange(self.request.query_len)[None] < mx.array(self._lens)[:, None]
         return mx.where(there[:, None, :, None], output, 0)
 
-    def mask(self) -> Any:
-        """A mask of the request's kind."""
-        if self.request.mask == "array":
+    def masks(self) -> list[Any]:
+        """Masks of the request's kind, as models and caches make them."""
+        request = self.request
+        if request.mask == "array":
             # A mask given as an array says itself where a shorter row ends.
             columns = mx.arange(max(self.contexts))
-            return ((columns % 3 != 1) & (columns < mx.array(self.contexts)[:, None]))[:, None, None]
-        return "causal" if self.request.mask == "causal" else None
+            there = (columns < mx.array(self.contexts)[:, None])[:, None, None]
+            added = self._random(4, (len(self.contexts), request.query_heads, 1, len(columns)))
+            return [there & (columns % 3 != 1), mx.where(there, added, mx.array(-mx.inf, request.dtype))]
+        if request.chunk is not None:
+            return [PagedMask(min(request.window or request.chunk, request.chunk), request.chunk)]
+        if request.mask == "none":
+            return [None]
+        return ["causal" if request.window is None else PagedMask(request.window)]
 
     def _random(self, number: int, shape: tuple[int, ...], which: int = 0) -> mx.array:
         key = self._keys[number] if not which else mx.random.split(self._keys[number], which + 1)[which]

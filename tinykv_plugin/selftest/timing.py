@@ -38,6 +38,7 @@ def measure(
     sample.write(backend, pages)
     mx.eval(keys, values, sample.queries, pages.state())
     window = slice(-request.window, None) if request.window is not None else slice(None)
+    mask = sample.masks()[0]
     keys, values = mx.contiguous(keys[:, :, window]), mx.contiguous(values[:, :, window])
     mx.eval(keys, values)
     return Timing(
@@ -48,8 +49,8 @@ def measure(
                 sample.queries, keys, values, scale=sample.scale, sinks=sample.sinks
             )
         ),
-        _milliseconds(lambda: sample.attend(gather, pages)),
-        _milliseconds(lambda: sample.attend(backend, pages)),
+        _milliseconds(lambda: sample.attend(gather, pages, mask)),
+        _milliseconds(lambda: sample.attend(backend, pages, mask)),
     )
 
 

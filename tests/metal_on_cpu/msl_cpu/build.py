@@ -19,7 +19,7 @@ ROOT = HERE.parents[2]
 
 # check: accesses are checked by the runtime, undefined arithmetic traps, and local variables begin as nonsense.
 _TRAPS = [
-    "-fsanitize=bounds,shift,signed-integer-overflow,integer-divide-by-zero",
+    "-fsanitize=bounds,shift,signed-integer-overflow,integer-divide-by-zero,alignment",
     "-fsanitize-undefined-trap-on-error",
 ]
 KERNEL_FLAGS = {
@@ -104,30 +104,43 @@ def _base_flags() -> list[str]:
 
 
 @functools.cache
-def _runtime(variant: str) -> list[Path]:
-    made = []
+def _runtime(variant: str) -> Path:
+    """The library that runs kernels; linking a kernel with it is quick, as nothing of the C++ library is needed."""
     sources = {file: file.read_text(encoding="utf-8") for file in sorted((HERE / "runtime").glob("*"))}
-    for file in (file for file in sources if file.suffix == ".cpp"):
-        flags = ["-O2", *_base_flags(), *RUNTIME_FLAGS[variant]]
-        key = _digest(file.name, *sources.values(), _headers(), compiler(), flags, _processor())
-        made.append(_compiled(folder() / f"{file.stem}-{key}.o", [compiler(), *flags, "-c", file]))
-    return made
+    flags = ["-O2", *_base_flags(), *RUNTIME_FLAGS[variant]]
+    key = _digest(*sources.values(), _headers(), compiler(), flags, _processor())
+    files = [file for file in sources if file.suffix == ".cpp"]
+    return _compiled(folder() / f"runtime-{key}.so", [compiler(), *flags, "-shared", *files])
 
 
-def shared_object(cpp: str, variant: str, includes: Sequence[Path]) -> Path:
-    """The compiled translation unit, linked with the runtime."""
+@functools.cache
+def _prelude(text: str, flags: tuple[str, ...], of: str) -> Path:
+    """A header with ``text``, compiled once for all kernels: it takes longer than a kernel does."""
+    header = folder() / f"prelude-{_digest(text, _headers(), compiler(), flags, _processor(), of)}.h"
+    new = header.with_name(f"{header.name}-{os.getpid()}")
+    new.write_text(text, encoding="utf-8")
+    new.replace(header)
+    _compiled(header.with_name(f"{header.name}.gch"), [compiler(), *flags, "-x", "c++-header", header])
+    return header
+
+
+def shared_object(prelude: str, cpp: str, variant: str, includes: Sequence[Path], of: str) -> Path:
+    """The compiled translation unit, linked with the runtime.
+
+    ``prelude`` is what comes first and is the same in many; ``of`` says which version the ``includes`` have.
+    """
     flags = [*_base_flags(), *_LANGUAGE, *KERNEL_FLAGS[variant], *(f"-I{path}" for path in includes)]
-    objects = _runtime(variant)
-    key = _digest(cpp, _headers(), compiler(), flags, _processor(), *(file.name for file in objects))
+    runtime = _runtime(variant)
+    key = _digest(prelude, cpp, _headers(), compiler(), flags, _processor(), of, runtime.name)
     target = folder() / f"kernel-{key}.so"
     if not target.exists():
         source = folder() / f"kernel-{key}-{os.getpid()}.cpp"
         kernel = source.with_suffix(".o")
         source.write_text(cpp, encoding="utf-8")
         try:
-            _run([compiler(), *flags, "-c", source, "-o", kernel])
+            _run([compiler(), *flags, "-include", _prelude(prelude, tuple(flags), of), "-c", source, "-o", kernel])
             # Linked without the compiler's sanitizer flags: the hooks are the runtime's own.
-            _compiled(target, [compiler(), "-shared", kernel, *objects])
+            _compiled(target, [compiler(), "-shared", "-nostdlib", kernel, runtime, "-lm", "-lc", "-lgcc"])
         finally:
             source.unlink()
             kernel.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import IntEnum
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,11 @@ from .memory import guarded
 
 MLX_INCLUDE = Path(next(iter(mx.__path__)) if hasattr(mx, "__path__") else str(Path(mx.__file__).parent)) / "include"
 KERNELS = MLX_INCLUDE / "mlx" / "backend" / "metal" / "kernels"
-UTILS = '#include "mlx/backend/metal/kernels/utils.h"'  # what mlx puts before every kernel
+# What comes before every kernel: mlx puts utils.h there.
+PRELUDE = """#include <metal_stdlib>
+using namespace metal;
+#include "mlx/backend/metal/kernels/utils.h"
+"""
 
 _libraries: dict[Path, ctypes.CDLL] = {}
 
@@ -79,9 +84,9 @@ class _Call(ctypes.Structure):
 class Program:
     """``kernel`` of ``source``, with template ``arguments`` as text; ``variant`` is "fast" or "check"."""
 
-    def __init__(self, source: str, kernel: str, arguments: str, variant: str, prelude: str = UTILS) -> None:
-        cpp = translate.as_cpp(source, kernel, arguments, prelude)
-        path = build.shared_object(cpp, variant, [MLX_INCLUDE])
+    def __init__(self, source: str, kernel: str, arguments: str, variant: str) -> None:
+        cpp = translate.as_cpp(source, kernel, arguments)
+        path = build.shared_object(PRELUDE, cpp, variant, [MLX_INCLUDE], f"mlx {version('mlx')}")
         if path not in _libraries:
             _libraries[path] = ctypes.CDLL(str(path))
         self._library = _libraries[path]

@@ -47,8 +47,15 @@ MSL_MATH
 }
 MSL_TWO(max)
 MSL_TWO(min)
-MSL_ONE(simd_sum)
-MSL_ONE(simd_max)
+// Of a simdgroup's values, but not of bfloats: those are mlx's own, where it has them.
+#define MSL_SIMD(name) \
+  float name(float);   \
+  half name(half);     \
+  int name(int);       \
+  uint name(uint);     \
+  bfloat name(bfloat) = delete;
+MSL_SIMD(simd_sum)
+MSL_SIMD(simd_max)
 enum class mem_flags : unsigned { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
 void threadgroup_barrier(mem_flags);
 void simdgroup_barrier(mem_flags);
@@ -58,4 +65,7 @@ template <class T>
 threadgroup T& threadgroup_variable(int, const char*);
 }
 using namespace metal;
-#pragma GCC poison double
+// What MSL doesn't have, and words that it reserves.
+#pragma GCC poison double goto throw try catch virtual dynamic_cast typeid thread_local new delete asm
+#pragma GCC poison kernel vertex fragment visible mesh object sampler texture1d texture2d texture3d texture_buffer
+#pragma GCC poison threadgroup_imageblock ray_data object_data patch_control_point stage_in quadgroup simdgroup_matrix

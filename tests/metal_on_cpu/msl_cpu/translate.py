@@ -90,7 +90,7 @@ def function_constants(source: str) -> dict[str, str]:
     return {match.group(2): match.group(1) for match in found}
 
 
-def as_cpp(source: str, kernel: str, arguments: str, prelude: str) -> str:
+def as_cpp(source: str, kernel: str, arguments: str) -> str:
     """A translation unit with the kernel and a function that calls it, with template ``arguments`` if it has any."""
     body = re.sub(r"(?m)^template\s*\[\[host_name.*?;\s*$", "", source)
     body = re.sub(r"\[\[\s*kernel\s*\]\]", "", body)
@@ -107,7 +107,7 @@ def as_cpp(source: str, kernel: str, arguments: str, prelude: str) -> str:
     call = f"{kernel}<{arguments}>" if arguments else kernel
     setters = "".join(f' if (!strcmp(name, "{name}")) memcpy(&{name}, value, sizeof {name});' for name in constants)
     return (
-        f'#include <metal_stdlib>\nusing namespace metal;\n{prelude}\n#line 1 "{kernel}.metal"\n{body}\n'
+        f'#line 1 "{kernel}.metal"\n{body}\n'
         f'extern "C" void msl_entry(void** arguments) {{ (void)arguments; {call}({", ".join(values)}); }}\n'
         f'extern "C" void msl_constant(const char* name, const void* value) {{ (void)name, (void)value;{setters} }}\n'
     )

@@ -175,9 +175,14 @@ static void access(const void* address, size_t size, bool write, void* code) {
       return in_buffer(i, a - buffer.data, size, write, code);
     }
   }
-  // Constants, and the table of arguments.
+  // Positions of threads, the table of arguments, and constants of the kernel.
   if (!write && a >= &__ehdr_start && a + size <= &_end) return;
   if (!write && a >= (char*)run.arguments && a + size <= (char*)(run.arguments + run.buffers.size())) return;
+  Dl_info found, kernel;
+  if (!write && dladdr(a, &found) && dladdr(reinterpret_cast<void*>(run.entry), &kernel) &&
+      found.dli_fbase == kernel.dli_fbase) {
+    return;
+  }
   const Buffer* nearest = nullptr;
   for (const Buffer& buffer : run.buffers) {
     const ptrdiff_t offset = a - buffer.data;

@@ -24,7 +24,7 @@ static void on_fault(int signal, siginfo_t* info, void*) {
       snprintf(place, sizeof place, "@%s+0x%lx", found.dli_fname,
                (unsigned long)((char*)info->si_addr - (char*)found.dli_fbase));
     }
-    say("UNDEFINED BEHAVIOUR (index, shift or overflow) by %s %s", where(current).c_str(), place);
+    say("UNDEFINED BEHAVIOUR (index, shift, overflow or alignment) by %s %s", where(current).c_str(), place);
     give_up();
   }
   const char* address = static_cast<const char*>(info->si_addr);
