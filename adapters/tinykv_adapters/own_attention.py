@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
@@ -12,17 +12,15 @@ from tinykv_plugin.handles import attend, is_paged
 from tinykv_plugin.hookspecs import hookimpl
 from tinykv_plugin.protocols import ModelAdapter, Replacement
 
-from .general import GeneralAdapter, model_file
+from .family import RECURRENT, FamilyAdapter, each
+from .general import model_file
 
 
-class OwnAttentionAdapter(GeneralAdapter):
+class OwnAttentionAdapter(FamilyAdapter):
     """Their attention layers are replaced by ones that hand keys and values to attention as they are."""
 
     name = "own-attention"
-
-    def matches(self, model: Any) -> bool:
-        """Whether ``model`` is a gemma2, plamo or plamo2."""
-        return model_file(model) in _ATTENTION
+    models: ClassVar = {**each("gemma2 plamo"), **each("plamo2", own=(RECURRENT,))}
 
     def replacements(self, model: Any) -> Sequence[Replacement]:
         """The attention layers' call."""

@@ -53,7 +53,7 @@ def batch(name: str, kv: tinykv.Attachment) -> str:
     """Prompts of different lengths in a batch, joining while others decode: each as if it were alone."""
     for tokens, found in zip(PROMPTS, staggered(PagedBatchGenerator, kv.model), strict=True):
         same(found, solo(name, tuple(tokens)))
-    return "yes"
+    return "yes, one by one" if kv.session.separate else "yes"  # type: ignore[attr-defined]
 
 
 def fork(name: str, kv: tinykv.Attachment) -> str:
