@@ -28,8 +28,8 @@ the same model with mlx-lm's own caches, one request at a time, in float32.
   nothing to page. *unused* ones have a cache that the model never writes.
 - **attention**: *direct* means that the model leaves K/V to attention, so a backend that supports their shapes reads
   the pages in place. *gather* means that pages are copied together first; the reason follows.
-- **batch**: requests in a batch get what they get alone; *one by one* where the model can run only one of them at a time.
-  In brackets: mlx-lm's own batch of the same prompts, unless that is equal too.
+- **batch**: requests in a batch get what they get alone; *one by one* where the model can run only one of them at a
+  time. In brackets: mlx-lm's own batch of the same prompts, unless that is equal too.
 - **drafts**: a draft model works: what it guessed wrong is taken back, and recurrent state put back.
 - **8 bits**: quantized pages (`bits=8`) give nearly the same probabilities. These models have heads of 32 elements, as
   mlx quantizes no fewer together.
