@@ -121,8 +121,8 @@ def max_kv_size(name: str, kv: tinykv.Attachment) -> str:
     model = kv.model
     if all(line.kind != "full" for line in kv.plan):
         return "-"
-    found = run(model, PROMPTS[0], model.make_cache(max_kv_size=LIMIT), 12)
-    chunk = steps_of(name, 2048)
+    chunk = steps_of(name, 2048)  # what the tokens of a step see of what the limit drops depends on it
+    found = run(model, PROMPTS[0], model.make_cache(max_kv_size=LIMIT), 12, prefill_step_size=chunk)
     same(found, run(model, PROMPTS[0], stock_caches(model, LIMIT), 12, prefill_step_size=chunk))
     return "yes"
 

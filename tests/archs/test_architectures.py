@@ -26,8 +26,8 @@ CANNOT = {
     ("minimax_m3_vl", "max_kv_size"): "nothing to compare with: mlx-lm cuts blocks over the slots of its cache",
     ("phi3small", "max_kv_size"): "its sparse layers pick blocks of the whole context; refused by name",
 }
-# The paths that differ from backend to backend.
-READING = ("single", "chunks", "batch", "trim", "max_kv_size")
+# The paths on which pages are read, and so differ from backend to backend.
+READING = ("single", "chunks", "batch", "fork", "trim", "save", "max_kv_size")
 
 
 @pytest.mark.parametrize("name", registry.NAMES)
@@ -63,7 +63,7 @@ def test_paged_caches_equal_mlx_lms_own(name: str, found: Found, tmp_path: Path,
 
 @pytest.mark.parametrize("backend", ["cpu"])
 @pytest.mark.parametrize("name", registry.NAMES)
-def test_backends_that_read_pages_equal_mlx_lms_own(name: str, backend: str) -> None:
+def test_backends_that_read_pages_equal_mlx_lms_own(name: str, backend: str, tmp_path: Path) -> None:
     needs(backend)
     with tinykv.attach(registry.shared(name), attention=backend, page_size=8) as kv:
         if not any(line.attention == "direct" for line in kv.plan):
@@ -71,7 +71,7 @@ def test_backends_that_read_pages_equal_mlx_lms_own(name: str, backend: str) -> 
             return
         for path in READING:
             if (name, path) not in CANNOT:
-                PATHS[path](name, kv)
+                _ = save(name, kv, tmp_path) if path == "save" else PATHS[path](name, kv)
                 kv.check()
 
 

@@ -9,11 +9,14 @@ import mlx.core as mx
 import pytest
 from common import DIRECT, UNWRITTEN, compare, differences, served_as_expected
 from mlx_lm.models import llama
-from paths import PATHS
+from oracle import PROMPTS, run, staggered, stock_caches
+from paths import PATHS, same
 from tiny import registry
+from tiny.window import VARIANTS
 
 import tinykv_plugin as tinykv
 from tinykv_adapters.llama_like import LlamaLikeAdapter
+from tinykv_plugin.batching.generator import PagedBatchGenerator
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi", "stablelm", "nemotron-nas", "lille-130m"])
@@ -23,6 +26,20 @@ def test_models_are_served_as_expected(name: str) -> None:
 
 def test_equals_mlx_lms_own() -> None:
     compare("qwen2", ("single", "batch"))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_checkpoints_may_give_layers_a_window(variant: str) -> None:
+    name, fields = VARIANTS[variant]
+    model = registry.make(name, **fields)
+    expected = [run(model, tokens, stock_caches(model)) for tokens in PROMPTS]
+    with tinykv.attach(model, attention="gather", page_size=4) as kv:
+        assert {line.kind for line in kv.plan} == {"full", "window"}
+        assert not any("expected" in line.reason for line in kv.plan)
+        same(run(model, PROMPTS[0], kv.make_cache(), prefill_step_size=7), expected[0])
+        for found, alone in zip(staggered(PagedBatchGenerator, model), expected, strict=True):
+            same(found, alone)
+        kv.check()
 
 
 def test_what_is_not_expected_is_named() -> None:
