@@ -133,7 +133,7 @@ def quantized(name: str) -> str:
     The first token only: what follows may differ, as it does with mlx-lm's own quantized cache.
     """
     model = registry.make(name, wide=True)
-    expected = run(model, PROMPTS[0], stock_caches(model), 1)
+    expected = run(model, PROMPTS[0], stock_caches(model), 1, prefill_step_size=steps_of(name, 2048))
     with tinykv.attach(model, attention="gather", page_size=4, bits=8) as kv:
         if all(line.kind == "dense" for line in kv.plan):
             return "-"
