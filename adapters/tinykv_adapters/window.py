@@ -19,7 +19,7 @@ class WindowAdapter(FamilyAdapter):
     models: ClassVar = {
         **each(
             "afmoe cohere2 exaone4 exaone_moe gemma3 gemma3_text gpt_oss laguna mellum mimo_v2_flash ministral3 "
-            "muse_glimmer olmo3 plamo3 spark2_5 step3p5",
+            "muse_glimmer muse_spark olmo3 plamo3 spark2_5 step3p5",
             direct=BOTH,
         ),
         # The last layers attend to an earlier layer's K and V, which are handed to them.
