@@ -18,7 +18,7 @@ HEAD = """\
 
 <!-- Made by docs/models.py from docs/models.json; tox run -e archs -- --write-models renews both. -->
 
-{tested} model files of mlx-lm {version} were each run with a tiny random model: prompt and decode, prompts in chunks, a
+All {tested} model files of mlx-lm {version} were run with a tiny random model: prompt and decode, prompts in chunks, a
 batch of three prompts of {lengths} tokens of which two join while the first decodes, a copied request, tokens taken
 back, a draft model, a prompt cache saved and loaded, and a size limit. Tokens and log-probabilities must be those of
 the same model with mlx-lm's own caches, one request at a time, in float32.
@@ -28,14 +28,14 @@ the same model with mlx-lm's own caches, one request at a time, in float32.
   nothing to page. *unused* ones have a cache that the model never writes.
 - **attention**: *direct* means that the model leaves K/V to attention, so a backend that supports their shapes reads
   the pages in place. *gather* means that pages are copied together first; the reason follows.
-- **batch**: requests in a batch get what they get alone. In brackets: mlx-lm's own batch of the same prompts, unless
-  that is equal too.
+- **batch**: requests in a batch get what they get alone; *one by one* where the model can run only one of them at a
+  time. In brackets: mlx-lm's own batch of the same prompts, unless that is equal too.
 - **drafts**: a draft model works: what it guessed wrong is taken back, and recurrent state put back.
 - **8 bits**: quantized pages (`bits=8`) give nearly the same probabilities. These models have heads of 32 elements, as
   mlx quantizes no fewer together.
 - **saved**: prompt caches can be saved and loaded, in mlx-lm's format.
 - **limit**: `max_kv_size` bounds the layers with full attention.
-- **adapter**: who serves it. `general` serves every model without one of its own, see [Adapters](adapters.md).
+- **adapter**: who serves it, and notices if another version of mlx-lm does something else: see [Adapters](adapters.md).
 """
 
 COLUMNS = ("model file", "layers", "attention", "batch", "drafts", "8 bits", "saved", "limit", "adapter")
@@ -56,8 +56,6 @@ def page(table: Mapping[str, Any]) -> str:
         for path, reason in sorted(models[name]["cannot"].items())
     ]
     parts.append("\n## What can't be had\n\n" + "\n".join(cannot) + "\n")
-    missing = [f"- `{name}`: {reason}." for name, reason in sorted(table["unavailable"].items())]
-    parts.append("\n## Not run\n\n" + "\n".join(missing) + "\n")
     return "".join(parts)
 
 

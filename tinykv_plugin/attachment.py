@@ -20,6 +20,7 @@ from .errors import CacheStateError, ConfigError, PluginError
 from .manager import PluginManager, default_manager
 from .prefix_cache import PrefixCache
 from .protocols import AttachContext, CacheSession, LayerPlan, Replacement, ReplacingAdapter
+from .separate_rows import separately
 from .session import GroupInfo, PagedSession
 from .stats import PoolStats
 
@@ -116,6 +117,8 @@ class Attachment:
                     context = replace(context, shares_budget_of=self._budget_of.session)
                 self._session = self._provider.open(context)
                 self._budget_of = None
+                if getattr(self._session, "separate", ""):
+                    self._replace(Replacement(type(self.model), "__call__", separately))
             return self._session
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
@@ -175,6 +178,10 @@ class Attachment:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.detach()
+
+    def _replace(self, replacement: Replacement) -> None:
+        dispatch.install(replacement, self)
+        self._replaced.append(replacement)
 
     def _install(self) -> None:
         installed = []

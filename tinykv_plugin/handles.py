@@ -9,7 +9,7 @@ import mlx.core as mx
 from .arrays import attend_arrays
 from .layer import attend_handles
 from .metadata import PagedKV, PagedMask
-from .trace import TraceCache
+from .trace_cache import TraceCache
 from .view import LayerView
 
 

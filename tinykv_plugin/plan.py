@@ -10,10 +10,22 @@ from typing import Any
 from . import layout
 from .kv_format import KVFormat
 from .layer import PagedLayer
-from .protocols import AttachContext, AttentionBackend, ConfigurableBackend, LayerChoice, LayerPlan
+from .protocols import (
+    AttachContext,
+    AttentionBackend,
+    ConfigurableBackend,
+    LayerChoice,
+    LayerPlan,
+    SeenLayer,
+    VerifyingAdapter,
+)
 from .trace import TraceResult, trace
+from .trace_cache import LayerTrace
 
 log = logging.getLogger("tinykv")
+
+# In a batch the number of columns is that of the longest row: no row's position.
+COLUMNS = ("the model uses keys.shape", "the model uses values.shape")
 
 
 class CachePlan:
@@ -22,7 +34,7 @@ class CachePlan:
     ``layers`` are the paged leaves; ``groups`` maps a cache group's name to its window; ``lines`` is what
     ``kv.plan`` shows, one per entry of the model's cache list; ``writer`` is the backend that owns the pages;
     ``stateful`` are the leaves that are kept as the model made them and hold something, ``unused`` those that it never
-    writes.
+    writes. ``separate`` is why the requests of a batch are run one after the other ("": they aren't).
     """
 
     def __init__(
@@ -33,7 +45,9 @@ class CachePlan:
         writer: AttentionBackend,
         stateful: Sequence[int],
         unused: Sequence[int] = (),
+        separate: str = "",
     ) -> None:
+        self.separate = separate
         self.layers = layers
         self.unused = unused
         self.groups = groups
@@ -49,8 +63,10 @@ def make_plan(context: AttachContext) -> CachePlan:
         if isinstance(backend, ConfigurableBackend):
             backend.configure(context.config)
     own = context.own_cache()
-    choices = list(context.adapter.choose(context.model, layout.leaves(own)))
+    leaves = layout.leaves(own)
+    choices = list(context.adapter.choose(context.model, leaves))
     traced = trace(context.model, context.own_cache, choices, context.config.page_size)
+    different, separate = _verified(context, leaves, traced)
     backends, refused = _able(context.backends, traced)
     groups: dict[str, int | None] = {}
     layers: list[PagedLayer] = []
@@ -58,6 +74,7 @@ def make_plan(context: AttachContext) -> CachePlan:
     unused: list[int] = []
     for index, choice in enumerate(choices):
         seen = traced.layers.get(index)
+        choice = seen.choice if seen is not None else replace(choice, reason=_joined(choice.reason, different))
         if seen is not None and traced.failure:
             choice = LayerChoice("dense", reason=f"the model can't run on paged caches: {traced.failure}")
         elif seen is not None and seen.spec is None:
@@ -68,19 +85,21 @@ def make_plan(context: AttachContext) -> CachePlan:
             continue
         name = "full" if choice.window is None else f"{choice.kind} {choice.window}"
         groups.setdefault(name, choice.window)
-        reason = "; ".join(part for part in (choice.reason, seen.touched, *refused) if part)
+        reason = _joined(choice.reason, seen.touched, different, *refused)
         assert seen.spec is not None
         spec = seen.spec.stored_as(kv_format)
-        layer = PagedLayer(index, choice, list(groups).index(name), not seen.touched, reason, spec)
+        layer = PagedLayer(index, choice, list(groups).index(name), not (seen.touched or different), reason, spec)
         layer.backends = backends
         layers.append(layer)
         request = seen.request and replace(seen.request, keys=spec.keys, values=spec.values)
         lines[index] = layer.describe(request)
     stateful = [index for index, line in lines.items() if line.kind == "dense" and index not in unused]
     writer = _writer(backends, list(lines.values()))
-    plan = CachePlan(layers, groups, _by_entry(own, lines), writer, stateful, unused)
+    plan = CachePlan(layers, groups, _by_entry(own, lines), writer, stateful, unused, separate)
     config = context.config
     log.info("%s: pages of %d tokens, written by %s", type(context.model).__name__, config.page_size, plan.writer.name)
+    if separate:
+        plan.lines = [replace(line, reason=_joined(line.reason, _one_by_one(separate, line))) for line in plan.lines]
     for line in plan.lines:
         log.info("layer %d: %s, %s by %s%s", line.layer, line.kind, line.attention, line.backend, _because(line.reason))
     return plan
@@ -94,6 +113,46 @@ def check_format(context: AttachContext) -> None:
         for layer in trace(context.model, context.own_cache, choices, context.config.page_size).layers.values():
             if layer.spec is not None:
                 layer.spec.stored_as(kv_format)
+
+
+def _verified(context: AttachContext, leaves: Sequence[Any], traced: TraceResult) -> tuple[str, str]:
+    """How the model differs from what its adapter expects, and why the rows of a batch must be run one by one.
+
+    What nobody has vouched for is not batched if a batch's shape could get into it.
+    """
+    adapter, different, vouched = context.adapter, "", False
+    if isinstance(adapter, VerifyingAdapter):
+        seen = [_seen(leaf, traced.layers.get(index), traced.failure) for index, leaf in enumerate(leaves)]
+        different = adapter.verify(context.model, seen)
+        vouched = not different
+    if different:
+        log.warning("%s; it is read by gather (mlx-lm has changed?)", different)
+    touched = {layer.touched for layer in traced.layers.values()}
+    kept = [leaf for index, leaf in enumerate(leaves) if index not in traced.layers or traced.failure]
+    alone = sorted({type(leaf).__name__ for leaf in kept if not hasattr(leaf, "merge")})
+    separate = traced.separate
+    if not separate and alone:
+        separate = f"mlx-lm can't merge {', '.join(alone)}"
+    if not separate and not vouched:
+        shapes = [what for what in sorted(touched) if what.startswith(COLUMNS)]
+        separate = different or traced.failure or next(iter(shapes), "")
+    return different, separate
+
+
+def _seen(leaf: Any, layer: LayerTrace | None, failure: str) -> SeenLayer:
+    name = type(leaf).__name__
+    if layer is None or failure:
+        return SeenLayer(name, "dense", failure if layer is not None else "", None)
+    return SeenLayer(name, layer.choice.kind, layer.touched, None if layer.spec is None else layer.spec.kv_heads)
+
+
+def _one_by_one(separate: str, line: LayerPlan) -> str:
+    because = "" if separate in line.reason else f": {separate}"
+    return f"the requests of a batch are run one after the other{because}"
+
+
+def _joined(*reasons: str) -> str:
+    return "; ".join(reason for reason in reasons if reason)
 
 
 def _because(reason: str) -> str:

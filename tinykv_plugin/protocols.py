@@ -214,6 +214,33 @@ class ReplacingAdapter(ModelAdapter, Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class SeenLayer:
+    """What the dry trace saw of one leaf cache of a model.
+
+    ``cache`` is the name of mlx-lm's class for it, ``kind`` how it will be kept, ``touched`` what the model does with
+    K/V other than attention ("": nothing, so that pages can be read in place), ``kv_heads`` how many there are (None:
+    the model never wrote it, or it has no pages).
+    """
+
+    cache: str
+    kind: LayerKind
+    touched: str
+    kv_heads: int | None
+
+
+@runtime_checkable
+class VerifyingAdapter(ModelAdapter, Protocol):
+    """An adapter that knows what its models do, and notices when they do something else."""
+
+    def verify(self, model: Any, seen: Sequence[SeenLayer]) -> str:
+        """How ``model`` differs from what the adapter is written for; "" if it doesn't.
+
+        A model that differs is read by gather, and the requests of a batch are run one after the other.
+        """
+        ...
+
+
 class CacheSession(Protocol):
     """The caches of one attached model."""
 

@@ -22,7 +22,7 @@ from .hookspecs import RequestFreed
 from .journal import Journal
 from .kv_format import KVFormat
 from .layer import PagedLayer
-from .layout import replace_leaves
+from .layout import leaves, replace_leaves
 from .metadata import PagedKVMetadata, int32
 from .pages import LayerPages, LayerSpec
 from .plan import CachePlan
@@ -32,6 +32,7 @@ from .prefix_disk import PrefixDisk
 from .prefix_store import PrefixStore
 from .protocols import AttachContext, AttentionBackend, LayerPlan
 from .reservation import reserve
+from .separate_rows import guard
 from .sequence import PagedSequence
 from .stats import PoolStats, collect
 from .step import GroupStep, Step
@@ -164,6 +165,11 @@ class PagedSession:
         return self._plan.stateful
 
     @property
+    def separate(self) -> str:
+        """Why the requests of a batch are run one after the other; "": they are run together."""
+        return self._plan.separate
+
+    @property
     def max_kv_size(self) -> int | None:
         """The setting: most tokens a request attends to."""
         return self._context.config.max_kv_size
@@ -197,7 +203,11 @@ class PagedSession:
         """The caches of ``row`` in the shape of the model's own list; ``others`` are those of layers without pages."""
         ours: dict[int, Any] = {layer.index: self.single(layer, row) for layer in self.layers}
         ours |= {index: UnusedCache() for index in self._plan.unused}
-        return replace_leaves(self._context.own_cache(), {**ours, **others})
+        made = replace_leaves(self._context.own_cache(), {**ours, **others})
+        own = leaves(made)
+        for index in self.stateful:
+            guard(own[index], bool(self.separate))
+        return made
 
     def retentions(self, max_kv_size: int | None) -> list[Retention]:
         """What a request keeps in each group. mlx-lm's size limit keeps the first :data:`KEPT_TOKENS` tokens."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
@@ -12,20 +12,17 @@ from tinykv_plugin.handles import is_paged
 from tinykv_plugin.hookspecs import hookimpl
 from tinykv_plugin.protocols import ModelAdapter, Replacement
 
-from .general import GeneralAdapter, model_file
+from .family import FamilyAdapter, each
 
 
-class BlockSelectionAdapter(GeneralAdapter):
+class BlockSelectionAdapter(FamilyAdapter):
     """In a batch, blocks are counted from each row's own first token.
 
     mlx-lm counts them from the first column of the padded batch: a row's blocks depend on the others' lengths.
     """
 
     name = "block-selection"
-
-    def matches(self, model: Any) -> bool:
-        """Whether ``model`` is a minimax_m3_vl."""
-        return model_file(model) == "minimax_m3_vl"
+    models: ClassVar = each("minimax_m3_vl", gathered={"full": "keys.shape"}, per_layer=None)
 
     def replacements(self, model: Any) -> Sequence[Replacement]:
         """The function that picks blocks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
@@ -13,10 +13,10 @@ from tinykv_plugin.handles import attend, is_paged
 from tinykv_plugin.hookspecs import hookimpl
 from tinykv_plugin.protocols import ModelAdapter, Replacement
 
-from .general import GeneralAdapter, model_file
+from .family import FamilyAdapter, each
 
 
-class BlockSparseAdapter(GeneralAdapter):
+class BlockSparseAdapter(FamilyAdapter):
     """Masks by the positions of queries and keys, for each row of a batch.
 
     mlx-lm's own mask is exact for one token at a time. For the tokens of a prompt it lets each see later ones, and
@@ -24,10 +24,7 @@ class BlockSparseAdapter(GeneralAdapter):
     """
 
     name = "block-sparse"
-
-    def matches(self, model: Any) -> bool:
-        """Whether ``model`` is a phi3small."""
-        return model_file(model) == "phi3small"
+    models: ClassVar = each("phi3small")
 
     def replacements(self, model: Any) -> Sequence[Replacement]:
         """The attention layers' call."""

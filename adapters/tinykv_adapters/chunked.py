@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache
@@ -13,20 +13,18 @@ from tinykv_plugin.handles import attend, is_paged
 from tinykv_plugin.hookspecs import hookimpl
 from tinykv_plugin.protocols import LayerChoice, ModelAdapter, Replacement
 
-from .general import GeneralAdapter, general_choice, model_file
+from .family import FamilyAdapter, each
+from .general import general_choice
 
 
-class ChunkedAdapter(GeneralAdapter):
+class ChunkedAdapter(FamilyAdapter):
     """Pages the chunked layers as well; masks come from the caches, so that requests can be batched.
 
     mlx-lm's own code takes one position for all rows of a batch.
     """
 
     name = "chunked"
-
-    def matches(self, model: Any) -> bool:
-        """Whether ``model`` is a llama4."""
-        return model_file(model) == "llama4"
+    models: ClassVar = each("llama4", direct=("full", "chunked"))
 
     def choose(self, model: Any, own: Sequence[Any]) -> Sequence[LayerChoice]:
         """Chunked pages for the chunked layers; the others as the general adapter has them."""

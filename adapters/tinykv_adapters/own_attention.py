@@ -1,10 +1,10 @@
-"""Models that compute attention themselves, or change keys and values on the way to it: gemma2, plamo, plamo2."""
+"""Models that compute attention themselves, or change keys and values on the way to it: gemma2, olmo, plamo, plamo2."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
@@ -12,21 +12,20 @@ from tinykv_plugin.handles import attend, is_paged
 from tinykv_plugin.hookspecs import hookimpl
 from tinykv_plugin.protocols import ModelAdapter, Replacement
 
-from .general import GeneralAdapter, model_file
+from .family import RECURRENT, FamilyAdapter, each
+from .general import model_file
 
 
-class OwnAttentionAdapter(GeneralAdapter):
+class OwnAttentionAdapter(FamilyAdapter):
     """Their attention layers are replaced by ones that hand keys and values to attention as they are."""
 
     name = "own-attention"
-
-    def matches(self, model: Any) -> bool:
-        """Whether ``model`` is a gemma2, plamo or plamo2."""
-        return model_file(model) in _ATTENTION
+    models: ClassVar = {**each("gemma2 olmo plamo"), **each("plamo2", own=(RECURRENT,))}
 
     def replacements(self, model: Any) -> Sequence[Replacement]:
         """The attention layers' call."""
-        return [Replacement(sys.modules[type(model).__module__].Attention, "__call__", _ATTENTION[model_file(model)])]
+        owner, name, call = _ATTENTION[model_file(model)]
+        return [Replacement(getattr(sys.modules[type(model).__module__], owner), name, call)]
 
 
 def _gemma2(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,6 +42,21 @@ def _gemma2(original: Callable[..., Any]) -> Callable[..., Any]:
         return self.o_proj(_joined(attend(queries, keys, values, scale=self.scale, mask=mask, softcap=cap)))
 
     return call
+
+
+def _olmo(original: Callable[..., Any]) -> Callable[..., Any]:
+    """It adds its mask to the scores, and a prompt's is no array: mlx-lm can run single tokens only."""
+
+    def attend_paged(self: Any, x: Any, mask: Any = None, cache: Any = None) -> Any:
+        if not is_paged(cache):
+            return original(self, x, mask, cache)
+        offset = cache.offset
+        queries, keys, values = (_heads(part, self.n_heads) for part in mx.split(self.att_proj(x), 3, axis=-1))
+        queries, keys = self.rope(queries, offset=offset), self.rope(keys, offset=offset)
+        keys, values = cache.update_and_fetch(keys, values)
+        return self.attn_out(_joined(attend(queries, keys, values, scale=self.scale, mask=mask)))
+
+    return attend_paged
 
 
 def _plamo(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,7 +118,12 @@ def _regroup(heads: mx.array, outer: int, inner: int) -> mx.array:
     return heads.reshape(batch, outer, inner, tokens, dim).swapaxes(1, 2).reshape(batch, -1, tokens, dim)
 
 
-_ATTENTION = {"gemma2": _gemma2, "plamo": _plamo, "plamo2": _plamo2}
+_ATTENTION: dict[str, tuple[str, str, Callable[..., Any]]] = {
+    "gemma2": ("Attention", "__call__", _gemma2),
+    "olmo": ("TransformerBlock", "attend", _olmo),
+    "plamo": ("Attention", "__call__", _plamo),
+    "plamo2": ("Attention", "__call__", _plamo2),
+}
 
 
 @hookimpl

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 from mlx_lm.models.base import create_attention_mask
@@ -12,17 +12,14 @@ from mlx_lm.models.base import create_attention_mask
 from tinykv_plugin.hookspecs import hookimpl
 from tinykv_plugin.protocols import ModelAdapter, Replacement
 
-from .general import GeneralAdapter, model_file
+from .family import FamilyAdapter, each
 
 
-class PositionsAdapter(GeneralAdapter):
+class PositionsAdapter(FamilyAdapter):
     """Looks up a position for each row of a batch."""
 
     name = "positions"
-
-    def matches(self, model: Any) -> bool:
-        """Whether ``model`` is a gpt_bigcode."""
-        return model_file(model) == "gpt_bigcode"
+    models: ClassVar = each("gpt_bigcode")
 
     def replacements(self, model: Any) -> Sequence[Replacement]:
         """The model's call, which looks positions up."""

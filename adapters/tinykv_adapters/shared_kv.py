@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from mlx_lm.models.base import create_attention_mask
 
@@ -12,17 +12,15 @@ from tinykv_plugin.handles import attend, is_paged
 from tinykv_plugin.hookspecs import hookimpl
 from tinykv_plugin.protocols import ModelAdapter, Replacement
 
-from .general import GeneralAdapter, model_file
+from .family import FamilyAdapter, each
+from .general import model_file
 
 
-class SharedKVAdapter(GeneralAdapter):
+class SharedKVAdapter(FamilyAdapter):
     """The layers that share get the handles of the layer they share with."""
 
     name = "shared-kv"
-
-    def matches(self, model: Any) -> bool:
-        """Whether ``model`` is an afm7 or gemma3n."""
-        return model_file(model) in ("afm7", "gemma3n")
+    models: ClassVar = {**each("afm7", per_layer=None), **each("gemma3n", direct=("full", "window"), per_layer=None)}
 
     def replacements(self, model: Any) -> Sequence[Replacement]:
         """The call of the layers that share, or of what runs them."""

@@ -1,41 +1,35 @@
-"""plamo3: its masks look back one token further than the caches that mlx-lm gives it."""
+"""Models some of whose layers look back on a sliding window: their pages go back to the pool behind it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-from mlx_lm.models.cache import RotatingKVCache
+from typing import ClassVar
 
 from tinykv_plugin.hookspecs import hookimpl
-from tinykv_plugin.protocols import LayerChoice, ModelAdapter
+from tinykv_plugin.protocols import ModelAdapter
 
-from .general import GeneralAdapter, general_choice, model_file
+from .family import FamilyAdapter, each
+
+BOTH = ("full", "window")
 
 
-class WiderWindowAdapter(GeneralAdapter):
-    """A window as wide as the mask says: what a token sees doesn't depend on how its prompt was cut into chunks.
+class WindowAdapter(FamilyAdapter):
+    """gemma3, gemma4, gpt_oss, cohere2, exaone4, ministral3, olmo3 and their like."""
 
-    In mlx-lm the first token of a chunk sees one token fewer than the others do.
-    """
-
-    name = "wider-window"
-
-    def matches(self, model: Any) -> bool:
-        """Whether ``model`` is a plamo3."""
-        return model_file(model) == "plamo3"
-
-    def choose(self, model: Any, own: Sequence[Any]) -> Sequence[LayerChoice]:
-        """Windows of one token more than the model's own caches."""
-        return [
-            LayerChoice("window", window=cache.max_size + 1)
-            if type(cache) is RotatingKVCache
-            else general_choice(cache)
-            for cache in own
-        ]
+    name = "window"
+    models: ClassVar = {
+        **each(
+            "afmoe cohere2 exaone4 exaone_moe gemma3 gemma3_text gpt_oss laguna mellum mimo_v2_flash ministral3 "
+            "muse_glimmer muse_spark olmo3 plamo3 spark2_5 step3p5",
+            direct=BOTH,
+        ),
+        # The last layers attend to an earlier layer's K and V, which are handed to them.
+        **each("gemma4 gemma4_text", direct=BOTH, per_layer=None),
+        # Each layer is run more than once, with a cache each time.
+        **each("iquestloopcoder", direct=BOTH, per_layer=2),
+    }
 
 
 @hookimpl
 def tinykv_model_adapters() -> list[ModelAdapter]:
     """This module's adapter."""
-    return [WiderWindowAdapter()]
+    return [WindowAdapter()]

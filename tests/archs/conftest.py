@@ -1,4 +1,4 @@
-"""Options of these tests: which architectures, and whether to renew the table of what was found."""
+"""Options of these tests: which architectures or adapters, and whether to renew the table of what was found."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from found import Found
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("architectures")
-    group.addoption("--model", action="append", default=[], help="only this model file of mlx-lm; may be repeated")
+    group.addoption(
+        "--model", action="append", default=[], help="only this model file of mlx-lm, or adapter; may be repeated"
+    )
     group.addoption("--write-models", action="store_true", help="renew docs/models.json and docs/models.md")
 
 
@@ -17,12 +19,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wanted = [name.rpartition("-")[2] if name.startswith("py") else name for name in config.getoption("--model")]
     if not wanted:
         return
-    kept = [item for item in items if hasattr(item, "callspec") and item.callspec.params.get("name") in wanted]
-    missing = set(wanted) - {item.callspec.params["name"] for item in kept}  # type: ignore[attr-defined]
+    tested = {item: tested_by(item) for item in items}
+    kept = [item for item in items if tested[item] & set(wanted)]
+    missing = set(wanted).difference(*tested.values())
     if missing:
         raise pytest.UsageError(f"no test of {', '.join(sorted(missing))}")
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
+
+
+def tested_by(item: pytest.Item) -> set[str]:
+    """The model file that a test is of, if it is of one of them all, or the module of the adapter."""
+    model = item.callspec.params.get("name") if hasattr(item, "callspec") else None
+    module = item.path.stem.removeprefix("test_")
+    return {model} if module == "architectures" else {module}
 
 
 @pytest.fixture(scope="session")

@@ -43,7 +43,6 @@ class Found:
         table = {
             "mlx_lm": version("mlx-lm"),
             "models": {name: models[name] for name in registry.NAMES if name in models},
-            "unavailable": registry.UNAVAILABLE,
         }
         (DOCS / "models.json").write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
         subprocess.run([sys.executable, str(DOCS / "models.py")], check=True)

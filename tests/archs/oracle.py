@@ -53,9 +53,10 @@ def limited(cache: Any, max_kv_size: int) -> Any:
 def steps_of(name: str, tokens: int) -> int:
     """The most tokens of a prompt at once for which mlx-lm is right.
 
-    phi3small's sparse layers let the tokens of one step see each other, whichever comes first.
+    phi3small's sparse layers let the tokens of one step see each other, whichever comes first; olmo's attention fails
+    with the mask of more than one.
     """
-    return 1 if name == "phi3small" else tokens
+    return 1 if name in ("olmo", "phi3small") else tokens
 
 
 class Run:

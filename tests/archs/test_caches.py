@@ -13,7 +13,6 @@ from paths import close
 from tiny import registry
 
 import tinykv_plugin as tinykv
-from tinykv_plugin.batching.generator import PagedBatchGenerator
 from tinykv_plugin.errors import CacheStateError
 from tinykv_plugin.unused import UnusedCache
 
@@ -35,12 +34,6 @@ def test_a_cache_that_is_never_written_stands_in_nobodys_way(tmp_path: Path) -> 
             close(feed(model, continued, prompt(3, 1)), expected)
         with pytest.raises(CacheStateError, match="attach it again"):
             unused.update_and_fetch(mx.zeros((1, 1, 1, 8)), mx.zeros((1, 1, 1, 8)))
-
-
-def test_a_model_that_mlx_lm_cant_batch_is_refused_by_the_batch_generator() -> None:
-    model = registry.shared("deepseek_v41")
-    with tinykv.attach(model), pytest.raises(CacheStateError, match="keeps its context in LayerCache"):
-        PagedBatchGenerator(model)
 
 
 def test_what_a_model_has_depend_on_keys_is_evaluated_with_the_cache() -> None:

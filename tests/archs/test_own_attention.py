@@ -1,8 +1,6 @@
-"""gemma2, plamo and plamo2: attention of the model's own, replaced; phi and stablelm: other dtypes at attention."""
+"""gemma2, olmo, plamo, plamo2: attention of the model's own, replaced; phi and stablelm: other dtypes at attention."""
 
 from __future__ import annotations
-
-import importlib
 
 import mlx.core as mx
 import pytest
@@ -20,13 +18,14 @@ from tinykv_plugin.protocols import AttentionRequest
 NOT_DIRECT = "no backend that reads pages directly is installed or chosen"
 
 
-@pytest.mark.parametrize("name", ["gemma2", "plamo", "plamo2"])
+@pytest.mark.parametrize("name", ["gemma2", "olmo", "plamo", "plamo2"])
 def test_equals_mlx_lms_own(name: str) -> None:
-    with restored(importlib.import_module(f"mlx_lm.models.{name}").Attention):
+    module = registry.module_of(name)
+    with restored(module.TransformerBlock, "attend") if name == "olmo" else restored(module.Attention):
         compare(name, ("single", "chunks", "batch"))
 
 
-@pytest.mark.parametrize("name", ["gemma2", "plamo", "plamo2", "phi", "phixtral", "stablelm"])
+@pytest.mark.parametrize("name", ["gemma2", "olmo", "plamo", "plamo2", "phi", "phixtral", "stablelm"])
 def test_keys_and_values_are_left_to_attention(name: str) -> None:
     with tinykv.attach(registry.shared(name), attention="gather") as kv:
         assert all(line.reason == NOT_DIRECT for line in kv.plan if line.kind == "full")

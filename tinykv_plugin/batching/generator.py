@@ -16,7 +16,6 @@ from mlx_lm.generate import PromptProcessingBatch
 from ..attachment import attachment_of
 from ..batch_cache import rows_of
 from ..errors import CacheStateError
-from ..layout import leaves
 from ..persistence import adopt
 from ..sequence import PagedSequence
 from ..session import PagedSession
@@ -50,12 +49,6 @@ class PagedBatchGenerator(PreemptingGenerator):
         if kv is None or not isinstance(session, PagedSession):
             raise CacheStateError(
                 "PagedBatchGenerator needs a model with paged caches: tinykv_plugin.attach(model) first"
-            )
-        alone = {type(leaf).__name__ for leaf in leaves(kv.make_cache()) if not hasattr(leaf, "merge")}
-        if alone:
-            raise CacheStateError(
-                f"this model can't be batched: it keeps its context in {', '.join(sorted(alone))}, which mlx-lm can't "
-                f"merge; generate one request at a time"
             )
         session.agree()
         super().__init__(model, **options)

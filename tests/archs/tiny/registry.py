@@ -16,7 +16,7 @@ import mlx.nn as nn
 import mlx_lm.models
 import pytest
 
-from . import experts, hybrid, latent, llama_like, window
+from . import experts, hybrid, latent, llama_like, muse_kernels, window
 from .base import BASE, Config
 
 FAMILIES: dict[str, dict[str, Config]] = {
@@ -28,16 +28,10 @@ FAMILIES: dict[str, dict[str, Config]] = {
     "recurrent only": hybrid.RECURRENT,
 }
 
-# Files whose models can't be run here, and why.
-UNAVAILABLE = {
-    "muse_spark": "its attention is a Metal kernel of mlx-lm's: not run here",
-    "olmo": "mlx-lm's own attention fails with prompts of more than one token (it adds a mask's name to the scores)",
-}
-
 CONFIGS: dict[str, Config] = {name: config for family in FAMILIES.values() for name, config in family.items()}
 # What the installed version of mlx-lm has of them.
 FILES = {info.name for info in pkgutil.iter_modules(mlx_lm.models.__path__)}
-NAMES = sorted((set(CONFIGS) - set(UNAVAILABLE)) & FILES, key=str.lower)
+NAMES = sorted(set(CONFIGS) & FILES, key=str.lower)
 
 
 def family_of(name: str) -> str:
@@ -56,7 +50,10 @@ def model_files() -> list[str]:
 def module_of(name: str) -> Any:
     if name == "olmo":
         sys.modules.setdefault("hf_olmo", types.ModuleType("hf_olmo"))  # asked for at import, and not used
-    return importlib.import_module(f"mlx_lm.models.{name}")
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    if name == "muse_spark":
+        muse_kernels.use_plain(module)
+    return module
 
 
 def make(name: str, seed: int = 3, *, wide: bool = False, **fields: Any) -> Any:
