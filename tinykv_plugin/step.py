@@ -75,6 +75,11 @@ class GroupStep:
             found = self._arrays[key] = make()
         return found
 
+    def forget(self) -> None:
+        """Pages have moved: the arrays are made again from the tables when they are needed."""
+        self._table = None
+        self._arrays.clear()
+
     def block_table(self) -> mx.array:
         """int32 ``(batch, max_pages)``, padded with -1."""
         return self._rows().device()
