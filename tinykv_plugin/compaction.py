@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tinykv")
 
+SPARE = 1 / 16
+"""Share of a budget that is made free when pools must be resized: less is used up soon, and then they must be again."""
+
 
 def provide_room(pools: Sequence[PagePool], needed: Sequence[int]) -> None:
     """See to it that ``needed`` pages of each pool can be allocated next. Not in a transaction.
@@ -31,40 +34,59 @@ def provide_room(pools: Sequence[PagePool], needed: Sequence[int]) -> None:
 
 
 def compact(budget: Budget, wanted: Mapping[PagePool, int]) -> None:
-    """Have all pools of a budget give back what they don't use, but for the ``wanted`` pages. Not in a transaction.
+    """Divide a budget between its pools anew: each may have its used pages, the ``wanted`` ones, and a share of the rest.
 
-    Pages at high ids are moved to free low ones, and everybody who lists them is told. Raises PoolGrowthError if the
-    system lacks the memory; pages that have moved by then are in their new places.
+    Larger pools give back their end, from where pages are moved to free ids below; everybody who lists them is told.
+    So that this isn't needed again at once, stored prompts give way until the rest is :data:`SPARE` of the budget. Not
+    in a transaction. Raises PoolGrowthError if the system lacks the memory; pages that have moved by then are in their
+    new places.
     """
-    for session in [*budget.sessions]:
-        large = [pool for pool in session.pools if pool.allocator.free > wanted.get(pool, 0)]
-        if not large:
-            continue
-        if not session.closed:
-            try:
-                session.enter()
-            except CacheStateError as error:
-                log.info("pages of another model stay where they are: %s", error)
-                continue
-            _move_together(session, large, wanted)
-        for pool in large:
-            pool.give_back(pool.allocator.used + wanted.get(pool, 0))
+    sessions = [session for session in [*budget.sessions] if _is_usable(session)]
+    pools = [pool for session in sessions for pool in session.pools]
+    fixed = budget.reserved - sum(pool.booked for pool in pools)
+    while True:
+        least = {pool: pool.allocator.used + wanted.get(pool, 0) for pool in pools}
+        least_bytes = sum(pages * pool.page_bytes for pool, pages in least.items())
+        rest = max(0, budget.total - fixed - least_bytes)
+        short = int(SPARE * budget.total) - rest
+        few = max(1, short // (16 * max((pool.page_bytes for pool in pools), default=1)))
+        if short <= 0 or not any(session.prefix.index.evict(few) for session in sessions):
+            break
+        if all(count <= pool.allocator.free for pool, count in wanted.items()):
+            return  # without any pool being resized
+    for session in sessions:
+        for group, pool in enumerate(session.pools):
+            share = rest * least[pool] // max(1, least_bytes)  # in proportion to what it needs
+            size = least[pool] + share
+            if size < pool.allocator.capacity:
+                _move_together(session, group, size)
+                pool.give_back(size)
 
 
-def _move_together(session: PagedSession, pools: Sequence[PagePool], wanted: Mapping[PagePool, int]) -> None:
-    """Move pages of ``pools`` until those in use and the ``wanted`` ones are the first."""
+def _is_usable(session: PagedSession) -> bool:
+    """Whether pages of ``session`` may be moved in this thread. Of a detached model only the end is given back."""
+    if session.closed:
+        for pool in session.pools:
+            pool.give_back(0)
+        return False
+    try:
+        session.enter()
+    except CacheStateError as error:
+        log.info("pages of another model stay where they are: %s", error)
+        return False
+    return True
+
+
+def _move_together(session: PagedSession, group: int, size: int) -> None:
+    """Move the pages of a cache group that are beyond the first ``size`` to free ones below."""
+    pool = session.pools[group]
+    if pool.allocator.end <= size:
+        return
     # Held until all is done: no request ends in between and puts its tables aside as they were.
     rows = session.live_sequences()
-    for group, pool in enumerate(session.pools):
-        if pool not in pools:
-            continue
-        size = pool.allocator.used + wanted.get(pool, 0)
-        if pool.allocator.end <= size:
-            continue
-        holders = _Holders(rows, session.prefix.index.tree.oldest_first(), group)
-        sources, targets = holders.moves(pool.allocator.ref_counts(), size)
-        if not sources:
-            continue
+    holders = _Holders(rows, session.prefix.index.tree.oldest_first(), group)
+    sources, targets = holders.moves(pool.allocator.ref_counts(), size)
+    if sources:
         pool.move(sources, targets)
         holders.follow(sources, targets, pool.allocator.capacity)
         session.forget_places()
