@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -26,10 +27,8 @@ def crowd(model: Any, kv: tinykv.Attachment) -> None:
     for number in range(7):
         tokens = prompt(12 + 11 * number, seed=number)
         cache, rest = kv.prefix_cache.fetch(tokens)
-        try:
+        with contextlib.suppress(OutOfPagesError):
             greedy(model, rest, 2, cache, prefill_step_size=CHUNK)
-        except OutOfPagesError:
-            pass
         kv.prefix_cache.insert(tokens[: cache[0].offset], cache)
 
 
@@ -56,7 +55,7 @@ def attach(model: Any, pages: int, **settings: Any) -> tinykv.Attachment:
 
 
 def check_alone(model: Any, **settings: Any) -> None:
-    """The request gets the same tokens at every budget from the smallest on, alone and as the batch generator's only."""
+    """The request gets the same tokens at every budget from the smallest on, and so in the batch generator."""
     expected = greedy(model, PROMPT, 4, prefill_step_size=CHUNK)
     if "bits" in settings:  # what quantization makes of them
         with attach(model, 1000, **settings) as kv:
@@ -70,6 +69,14 @@ def check_alone(model: Any, **settings: Any) -> None:
             kv.check()
             del cache
             crowd(model, kv)
+            if pages == least + 8:  # the batch generator's estimate is a little higher
+                generator = PagedBatchGenerator(model, max_tokens=4, prefill_step_size=CHUNK)
+                generator.insert([PROMPT])
+                found = []
+                while responses := generator.next_generated():
+                    found += [int(response.token) for response in responses]
+                generator.close()
+                assert found == expected
             moved += kv.stats().page_moves
             if settings.get("attention") != "gather":
                 assert {line.backend for line in kv.plan} == {settings["attention"]}

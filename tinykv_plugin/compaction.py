@@ -34,7 +34,7 @@ def provide_room(pools: Sequence[PagePool], needed: Sequence[int]) -> None:
 
 
 def compact(budget: Budget, wanted: Mapping[PagePool, int]) -> None:
-    """Divide a budget between its pools anew: each may have its used pages, the ``wanted`` ones, and a share of the rest.
+    """Divide a budget between its pools anew: each gets its used pages, the ``wanted`` ones, and a share of the rest.
 
     Larger pools give back their end, from where pages are moved to free ids below; everybody who lists them is told.
     So that this isn't needed again at once, stored prompts give way until the rest is :data:`SPARE` of the budget. Not

@@ -22,12 +22,12 @@ def reserve(
     query_lens: Sequence[int],
     commit: bool = True,
 ) -> int:
-    """Extend the tables of ``rows`` by ``query_lens`` tokens in every group; shared pages that will be written are copied.
+    """Extend the tables of ``rows`` by ``query_lens`` tokens in every group; copies shared pages that will be written.
 
-    Returns how many. Raises OutOfPagesError or PoolGrowthError with all tokens where they were. Without ``commit``
-    everything is taken back anyway: a way to ask whether there is room. Either way pools may have another size then,
-    and pages other places. Where there is room only after that, or after an eviction, what no token can read any more
-    is dropped for good.
+    Returns how many these were. Raises OutOfPagesError or PoolGrowthError with all rows as long as before. Without
+    ``commit`` everything is taken back anyway: a way to ask whether there is room. Either way pools may have another
+    size then, and pages other places; where there is room only after that, or after an eviction, what no token can read
+    any more is dropped for good.
     """
     try:
         copied = _reserve(pools, journal, rows, query_lens, commit, last_try=False)

@@ -19,12 +19,13 @@ class PoolStats:
     ``pages_total`` is what the budget allows, ``pages_used`` what requests hold, ``pages_cached`` what only the prefix
     cache holds, ``pages_free`` the rest; ``pages_shared`` are held by more than one request. ``bytes_reserved`` is the
     size of the arrays, ``bytes_used`` the part of it in used pages, ``bytes_per_token`` what a token takes over all
-    layers. ``tokens`` counts each request's tokens,
-    ``slots_filled`` the page slots that hold one (shared ones once), of ``slots_used``; ``freed_slots`` and
-    ``freed_filled`` add those of requests that have ended, as they were at their end. The rest are counts since attach:
-    ``growths`` of pools, ``cow_copies`` of pages on write, ``page_moves`` within a pool so that its end could go to another
-    one, ``evictions`` of cached pages, tokens of prompts that were found in the prefix cache (``prefix_hit_tokens``) and that had to be run (``prefix_missed_tokens``), and those that
-    were stored but could not be used, by reason (``prefix_refused``).
+    layers. ``tokens`` counts each request's tokens, ``slots_filled`` the page slots that hold one (shared ones once),
+    of ``slots_used``; ``freed_slots`` and ``freed_filled`` add those of requests that have ended, as they were at their
+    end. The rest are counts since attach:
+    ``growths`` of pools, ``cow_copies`` of pages on write, ``page_moves`` within a pool so that its end could go to
+    another one, ``evictions`` of cached pages, tokens of prompts that were found in the prefix cache
+    (``prefix_hit_tokens``) and that had to be run (``prefix_missed_tokens``), and those that were stored but could not
+    be used, by reason (``prefix_refused``).
     """
 
     pages_total: int = 0
