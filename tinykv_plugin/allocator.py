@@ -79,20 +79,37 @@ class PageAllocator:
         assert capacity >= self.capacity
         self.capacity = capacity
 
-    def unused_end(self) -> int:
-        """Pages with the highest ids, down to the first that has a holder."""
+    @property
+    def end(self) -> int:
+        """Pages from here on have no holder."""
         end = self._fresh
         while end and not self._ref_counts[end - 1]:
             end -= 1
-        return self.capacity - end
+        return end
 
-    def shrink(self, count: int) -> None:
-        """Give up ``count`` of the :meth:`unused_end`; not journaled, and so for use between transactions only."""
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """The holders of ``sources`` hold ``targets`` instead, which were free, and the sources are free.
+
+        Not journaled, and so for use between transactions only. Afterwards the lowest free ids are taken first.
+        """
         assert not self._journal.is_open
-        assert count <= self.unused_end()
-        self.capacity -= count
-        self._fresh = min(self._fresh, self.capacity)
-        self._recycled = [page for page in self._recycled if page < self.capacity]
+        taken = set(targets)
+        assert len(taken) == len(sources)
+        self._kept.extend(bytes(len(self._ref_counts) - len(self._kept)))
+        for source, target in zip(sources, targets, strict=True):
+            assert self._ref_counts[source] > 0, f"page {source} is free and can't be moved"
+            assert self._ref_counts[target] == 0, f"page {target} is held and can't be moved to"
+            self._ref_counts[target], self._ref_counts[source] = self._ref_counts[source], 0
+            self._kept[target], self._kept[source] = self._kept[source], 0
+        self._recycled = sorted({*self._recycled, *sources} - taken, reverse=True)
+
+    def shrink(self, capacity: int) -> None:
+        """Give up the ids from ``capacity`` on, which have no holder; not journaled, as :meth:`move` isn't."""
+        assert not self._journal.is_open
+        assert self.end <= capacity <= self.capacity
+        self.capacity = capacity
+        self._fresh = min(self._fresh, capacity)
+        self._recycled = [page for page in self._recycled if page < capacity]
 
     def allocate(self, count: int) -> list[int]:
         """``count`` pages with one holder each; the caller has made sure that they are free."""

@@ -63,7 +63,8 @@ class OutOfPagesError(TinyKVError, MemoryError):
     """The page budget is exhausted; nothing was changed by the call that raised it.
 
     ``needed`` pages were asked for, ``free`` of ``total`` were free, a page takes ``page_bytes`` bytes. ``would_fit``
-    is the budget in bytes that would have done, if it's not for these pages alone.
+    is the budget in bytes that would have done, if it's not for these pages alone. ``evictable``: there would be room
+    if the prefix cache gave up all pages that nobody else holds.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class OutOfPagesError(TinyKVError, MemoryError):
         page_size: int,
         setting: str,
         would_fit: int | None = None,
+        evictable: bool = False,
     ) -> None:
         would_fit = would_fit or (total - free + needed) * page_bytes
         raise_to = f"--kv-max-pages {total - free + needed}" if setting == "max_pages" else f"--kv-memory {would_fit}"
@@ -88,6 +90,7 @@ class OutOfPagesError(TinyKVError, MemoryError):
         self.total = total
         self.page_bytes = page_bytes
         self.setting = setting
+        self.evictable = evictable
 
 
 class RequestTooLargeError(TinyKVError, ValueError):
@@ -124,14 +127,14 @@ class QueueFullError(TinyKVError):
 
 
 class PoolGrowthError(TinyKVError, MemoryError):
-    """The system could not give the memory for more pages, although the budget allows them.
+    """The system could not give the memory to resize a page pool, although the budget allows it.
 
-    The pool has its old size again; ``bytes_wanted`` is the size of the array that failed.
+    The pool has its old size again; ``bytes_wanted`` is what the arrays of one layer needed more for it.
     """
 
     def __init__(self, pages: int, more: int, bytes_wanted: int, cause: str) -> None:
         super().__init__(
-            f"the page pool can't grow from {pages} to {more} pages ({format_bytes(bytes_wanted)} more): {cause}; "
+            f"the page pool can't go from {pages} to {more} pages ({format_bytes(bytes_wanted)} more): {cause}; "
             f"lower --kv-memory or --kv-max-pages so that requests are refused before the system runs out"
         )
         self.pages = pages

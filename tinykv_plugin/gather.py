@@ -71,18 +71,17 @@ class GatherBackend:
     def copy_pages(self, pages: LayerPages, sources: Sequence[int], targets: Sequence[int]) -> None:
         if pages.keys is None or pages.values is None:
             return
-        key_shape, value_shape = pages.shape(1)
-        for source, target in zip(sources, targets, strict=True):
-            start = int32([source])
-            keys, values = (
-                mx.slice(pages.keys, start, (0,), key_shape),
-                mx.slice(pages.values, start, (0,), value_shape),
-            )
+        # At once, unless a page is copied that was copied to before, or is copied to twice.
+        at_once = set(sources).isdisjoint(targets) and len(set(targets)) == len(targets)
+        for start, stop in [(0, len(sources))] if at_once else [(i, i + 1) for i in range(len(sources))]:
+            index, place = int32(sources[start:stop]), int32(targets[start:stop])
+            keys = pages.keys[index]
+            values = pages.values[index] if pages.spec.value_dim else None
             # Read before the write is made: mlx copies a whole pool that it writes to while a read of it is pending.
             mx.eval(keys, values)
-            place = int32([target])
-            pages.keys = mx.slice_update(pages.keys, keys, place, (0,))
-            pages.values = mx.slice_update(pages.values, values, place, (0,))
+            pages.keys[place] = keys
+            if values is not None:
+                pages.values[place] = values
 
     def attend(
         self,

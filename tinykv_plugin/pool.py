@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -77,6 +77,7 @@ class PagePool:
         self.layers: dict[int, LayerPages] = {}
         self.allocator = PageAllocator(journal)
         self.growths = 0
+        self.moves = 0
         self.peak_used = 0
         self._backend = backend
         self.booked = 0
@@ -140,19 +141,35 @@ class PagePool:
         self.peak_used = max(self.peak_used, self.allocator.used)
         return pages
 
-    def give_back(self) -> None:
-        """Shrink by the pages at the end that nobody holds, so that other pools may grow. Not in a transaction."""
-        count, old = self.allocator.unused_end(), self.allocator.capacity
-        if count:
-            self._resize_all(self.layers, old, old - count)
-            self.allocator.shrink(count)
-            self.book(-count * self.page_bytes)
-            log.info("pool %r: %d pages, %d before: another pool needs the memory", self.name, old - count, old)
+    def move(self, sources: list[int], targets: list[int]) -> None:
+        """Move pages to free ids, in every layer; whoever lists them must be told. Not in a transaction.
+
+        Raises PoolGrowthError as :meth:`copy_pages` does; no page has moved then.
+        """
+        self.copy_pages(sources, targets)
+        self.allocator.move(sources, targets)
+        self.moves += len(sources)
+
+    def give_back(self, capacity: int) -> None:
+        """Shrink to ``capacity`` pages, or to the last one with a holder. Not in a transaction.
+
+        Raises PoolGrowthError with nothing changed.
+        """
+        old, new = self.allocator.capacity, max(capacity, self.allocator.end)
+        if new < old:
+            self._resize_all(self.layers, old, new)
+            self.allocator.shrink(new)
+            self.book((new - old) * self.page_bytes)
+            log.info("pool %r: %d pages, %d before: another pool needs the memory", self.name, new, old)
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
-        """Copy pages in every layer."""
+        """Copy pages in every layer. Raises PoolGrowthError if the system doesn't have the memory for it."""
         for pages in self.layers.values():
-            self._backend.copy_pages(pages, sources, targets)
+            try:
+                self._backend.copy_pages(pages, sources, targets)
+            except (MemoryError, RuntimeError) as error:
+                capacity = self.allocator.capacity
+                raise PoolGrowthError(capacity, capacity, len(sources) * pages.page_bytes, str(error)) from None
 
     def _grow(self, wanted: int, promised: int) -> None:
         """Grow to ``wanted`` pages at least: ahead of need, but by no more than a fair share of what is left."""
@@ -182,7 +199,9 @@ class PagePool:
                     self._backend.resize(done, old)
                 if not isinstance(error, MemoryError | RuntimeError):
                     raise
-                raise PoolGrowthError(old, new, (new - old) * pages.page_bytes, str(error)) from None
+                # Smaller arrays are made beside the old ones.
+                more = (new - old if new > old else new) * pages.page_bytes
+                raise PoolGrowthError(old, new, more, str(error)) from None
             finally:
                 # The old arrays' buffers would otherwise stay in mlx's cache, next to the new ones.
                 mx.clear_cache()
@@ -203,32 +222,43 @@ def allocate_each(pools: Sequence[PagePool], needed: Sequence[int]) -> list[list
 def find_room(pools: Sequence[PagePool], needed: Sequence[int], last_try: bool) -> bool:
     """Whether ``needed`` pages of each pool fit into the budget as it is divided between the pools now.
 
-    False if they would once the pools have given back what they grew ahead (:meth:`PagePool.give_back`). Raises
+    False if they would once no pool keeps pages that it doesn't use (:func:`~tinykv_plugin.compaction.compact`). Raises
     OutOfPagesError if they wouldn't, or if this is the ``last_try``.
     """
     if all(count <= pool.allocator.free for count, pool in zip(needed, pools, strict=True)):
         return True
-    missing, room, spare = [], pools[0].budget.left, 0
-    for count, pool in zip(needed, pools, strict=True):
-        allocator, limit = pool.allocator, pool.max_pages
-        if limit is not None and allocator.used + count > limit:
-            free = limit - allocator.used
-            raise OutOfPagesError(count, free, limit, pool.page_bytes, pool.page_size, "max_pages")
-        missing.append(max(0, count - allocator.free) * pool.page_bytes)
-        if count < allocator.free:
-            spare += min(allocator.unused_end(), allocator.free - count) * pool.page_bytes
-    for other in [*pools[0].budget.pools]:
-        if other not in pools:  # of another model that shares the budget
-            spare += other.allocator.unused_end() * other.page_bytes
-    if sum(missing) <= room:
-        return True
-    if sum(missing) <= room + spare and not last_try:
-        return False
-    would_fit = sum((pool.allocator.used + count) * pool.page_bytes for count, pool in zip(needed, pools, strict=True))
-    for count, pool, lacking in zip(needed, pools, missing, strict=True):
+    budget, wanted = pools[0].budget, dict(zip(pools, needed, strict=True))
+    room = budget.left
+    missing = [max(0, count - pool.allocator.free) * pool.page_bytes for pool, count in wanted.items()]
+    if _fits(budget, wanted, evicting=False) and (sum(missing) <= room or not last_try):
+        return sum(missing) <= room
+    evictable = _fits(budget, wanted, evicting=True)
+    for pool, count in wanted.items():
+        limit = pool.max_pages
+        if limit is not None and pool.allocator.used + count > limit:
+            free = limit - pool.allocator.used
+            raise OutOfPagesError(count, free, limit, pool.page_bytes, pool.page_size, "max_pages", evictable=evictable)
+    would_fit = sum((pool.allocator.used + wanted.get(pool, 0)) * pool.page_bytes for pool in [*budget.pools])
+    for (pool, count), lacking in zip(wanted.items(), missing, strict=True):
         if lacking > room:
             total = pool.allocator.capacity + room // pool.page_bytes
             free = total - pool.allocator.used
-            raise OutOfPagesError(count, free, total, pool.page_bytes, pool.page_size, "memory", would_fit)
+            raise OutOfPagesError(
+                count, free, total, pool.page_bytes, pool.page_size, "memory", would_fit, evictable=evictable
+            )
         room -= lacking
     raise AssertionError("something is missing, but nowhere")
+
+
+def _fits(budget: Budget, wanted: Mapping[PagePool, int], evicting: bool) -> bool:
+    """Whether all used pages and the ``wanted`` ones are within the limits, wherever they are.
+
+    ``evicting``: without those that only a prefix cache holds.
+    """
+    total = 0
+    for pool in [*budget.pools]:
+        count = pool.allocator.used + wanted.get(pool, 0) - (pool.allocator.cached_only if evicting else 0)
+        if pool.max_pages is not None and count > pool.max_pages and wanted.get(pool):
+            return False
+        total += count * pool.page_bytes
+    return total <= budget.total

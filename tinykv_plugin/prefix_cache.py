@@ -255,11 +255,8 @@ class PrefixCache:
 
         The session's lock is held and no transaction is open.
         """
-        pools = self._session.pools
-        least = [max(0, count - pool.allocator.cached_only) for count, pool in zip(needed, pools, strict=True)]
         try:
-            find_room(pools, least, last_try=False)
-            self.with_room(lambda: find_room(pools, needed, last_try=False))
+            self.with_room(lambda: find_room(self._session.pools, needed, last_try=False))
         except OutOfPagesError:
             return False
         return True
@@ -267,26 +264,22 @@ class PrefixCache:
     def with_room(self, attempt: Callable[[], T]) -> T:
         """What ``attempt`` returns; pages are evicted, a few at a time, for as long as it runs out of them.
 
-        Raises what it raises when there is nothing left to evict. No transaction is open.
+        Raises what it raises when there is nothing left to evict, or when that wouldn't do. No transaction is open.
         """
         while True:
             try:
                 return attempt()
-            except (OutOfPagesError, PoolGrowthError) as error:
-                short = max(1, error.needed - error.free) if isinstance(error, OutOfPagesError) else 1
-                evictable = max((pool.allocator.cached_only for pool in self._session.pools), default=0)
-                if (short > evictable or not self.index.evict(short)) and not self._others_give(short):
+            except OutOfPagesError as error:
+                if not error.evictable or not self._give_way(max(1, error.needed - error.free)):
+                    raise
+            except PoolGrowthError:
+                if not self._give_way(1):
                     raise
 
-    def _others_give(self, count: int) -> bool:
-        """Evict stored prompts of other models that share the budget; False if none were."""
-        own = self._session
-        for session in [*own.budget.sessions]:
-            if session is not own and session.prefix.index.evict(count):
-                for pool in session.pools:
-                    pool.give_back()
-                return True
-        return False
+    def _give_way(self, count: int) -> bool:
+        """Evict pages, of other models that share the budget if there are none here; False if none were."""
+        others = (session.prefix for session in [*self._session.budget.sessions] if session is not self._session)
+        return any(prefix.index.evict(count) for prefix in (self, *others))
 
     def evict(self, count: int) -> int:
         """Free ``count`` pages that nobody else holds, or what there is; returns how many."""

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from .compaction import provide_room
 from .metadata import PagedKVMetadata
-from .pool import allocate_each, find_room
+from .pool import allocate_each
 from .prefix_cut import Cut
 from .prefix_store import PrefixStore, StoredPage
 from .prefix_tree import TOKEN_BYTES, Match, PrefixNode, page_hash
@@ -71,7 +72,7 @@ class PrefixDisk:
         needed = [len(logicals) - len(pages) for logicals, pages in zip(held, shared, strict=True)]
         savepoint = None
         try:
-            with_room(lambda: find_room(pools, needed, last_try=True))
+            with_room(lambda: provide_room(pools, needed))
             savepoint = journal.savepoint()
             fresh = allocate_each(pools, needed)
             for group, table in enumerate(row.tables):

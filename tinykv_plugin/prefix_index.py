@@ -126,19 +126,20 @@ class PrefixIndex:
         return freed
 
     def let_go(self, pages: Iterable[tuple[int, int]]) -> bool:
-        """Give up partial ends of prompts in these pages (cache group and id); False if there were none.
+        """Give up these pages (cache group and id), and what comes after them in prompts; False if none are held.
 
         Whoever else holds such a page may then write to it and needs no copy.
         """
         wanted = set(pages)
-        nodes = [
+        held = [
             node
             for node in self.tree.oldest_first()
-            if not node.children and any((group, page) in wanted for group, page in enumerate(node.pages))
+            if any((group, page) in wanted for group, page in enumerate(node.pages))
         ]
-        for node in nodes:
+        gone = {id(node): node for top in held for node in self.tree.below(top)}
+        for node in gone.values():
             self._drop(node, evicted=True)
-        return bool(nodes)
+        return bool(held)
 
     def evict_prompt(self) -> bool:
         """Evict the least recently used prompt, up to where others branch off; False if nothing was stored."""

@@ -143,6 +143,13 @@ class PrefixTree:
         if parent.children or parent.parent is None:
             self.leaves -= 1
 
+    def below(self, node: PrefixNode) -> Iterator[PrefixNode]:
+        """``node`` and all its descendants, children before their parents."""
+        found = [node]
+        for each in found:
+            found += each.children.values()
+        return reversed(found)
+
     def partial_prefix(self, parent: PrefixNode, tokens: bytes) -> PrefixNode | None:
         """A partial page below ``parent`` that ``tokens`` begin with: the page of ``tokens`` stands in for it."""
         return next(

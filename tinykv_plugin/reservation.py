@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .compaction import compact
+from .errors import OutOfPagesError
 from .journal import Journal
 from .pool import PagePool, allocate_each, find_room
 from .sequence import PagedSequence
 from .table import PageTable
 
-# Pages to copy in one group before the pass writes: from, to.
-Copies = tuple[list[int], list[int]]
 # Tables to extend, their tokens, and how many tokens are added.
 Writing = list[tuple[PageTable, int, int]]
 
@@ -21,20 +21,37 @@ def reserve(
     rows: Sequence[PagedSequence],
     query_lens: Sequence[int],
     commit: bool = True,
-) -> list[Copies]:
-    """Extend the tables of ``rows`` by ``query_lens`` tokens in every group; returns each group's copies.
+) -> int:
+    """Extend the tables of ``rows`` by ``query_lens`` tokens in every group; copies shared pages that will be written.
 
-    Raises OutOfPagesError or PoolGrowthError with nothing changed. Without ``commit`` everything is taken back anyway
-    (but pools may have another size): a way to ask whether there is room.
+    Returns how many these were. Raises OutOfPagesError or PoolGrowthError with all rows as long as before. Without
+    ``commit`` everything is taken back anyway: a way to ask whether there is room. Either way pools may have another
+    size then, and pages other places; where there is room only after that, or after an eviction, what no token can read
+    any more is dropped for good.
     """
-    copies = _reserve(pools, journal, rows, query_lens, commit, last_try=False)
-    if copies is None:
-        # Page ids that were given up can't be rolled back, so it is done between two tries.
-        for pool in [*pools[0].budget.pools]:
-            pool.give_back()
-        copies = _reserve(pools, journal, rows, query_lens, commit, last_try=True)
-        assert copies is not None
-    return copies
+    try:
+        copied = _reserve(pools, journal, rows, query_lens, commit, last_try=False)
+    except OutOfPagesError as error:
+        if error.evictable:
+            _drop_unreadable(pools, journal, rows, query_lens)
+        raise
+    if copied is None:
+        # Neither moved pages nor ids that were given up can be rolled back, so it is done between two tries.
+        needed = _drop_unreadable(pools, journal, rows, query_lens)
+        compact(pools[0].budget, dict(zip(pools, needed, strict=True)))
+        copied = _reserve(pools, journal, rows, query_lens, commit, last_try=True)
+        assert copied is not None
+    return copied
+
+
+def _drop_unreadable(
+    pools: Sequence[PagePool], journal: Journal, rows: Sequence[PagedSequence], query_lens: Sequence[int]
+) -> list[int]:
+    """Begin to reserve, and let that stand; returns the pages needed of each pool."""
+    savepoint = journal.savepoint()
+    needed = [_plan(pool, group, rows, query_lens)[1] for group, pool in enumerate(pools)]
+    journal.commit(savepoint)
+    return needed
 
 
 def _reserve(
@@ -44,8 +61,8 @@ def _reserve(
     query_lens: Sequence[int],
     commit: bool,
     last_try: bool,
-) -> list[Copies] | None:
-    """One try; None if it takes what other groups grew ahead."""
+) -> int | None:
+    """One try; None if it takes what other groups don't use."""
     savepoint = journal.savepoint()
     done = False
     try:
@@ -54,11 +71,16 @@ def _reserve(
         if not find_room(pools, needed, last_try):
             return None
         fresh = allocate_each(pools, needed)
-        copies = [_extend(writing, pages) for (writing, _), pages in zip(plans, fresh, strict=True)]
+        copied = 0
+        for pool, (writing, _), pages in zip(pools, plans, fresh, strict=True):
+            sources, targets = _extend(writing, pages)
+            copied += len(sources)
+            if sources and commit:
+                pool.copy_pages(sources, targets)
         done = commit
     finally:
         (journal.commit if done else journal.rollback)(savepoint)
-    return copies
+    return copied
 
 
 def _plan(pool: PagePool, group: int, rows: Sequence[PagedSequence], query_lens: Sequence[int]) -> tuple[Writing, int]:
@@ -81,8 +103,8 @@ def _plan(pool: PagePool, group: int, rows: Sequence[PagedSequence], query_lens:
     return writing, needed
 
 
-def _extend(writing: Writing, fresh: list[int]) -> Copies:
-    """Give the tables their new pages, shared ones that are written replaced."""
+def _extend(writing: Writing, fresh: list[int]) -> tuple[list[int], list[int]]:
+    """Give the tables their new pages, shared ones that are written replaced; returns those, and what replaces them."""
     taken = 0
     sources: list[int] = []
     targets: list[int] = []

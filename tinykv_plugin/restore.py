@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from .compaction import provide_room
 from .metadata import PagedKVMetadata
-from .pool import allocate_each, find_room
+from .pool import allocate_each
 from .step import GroupStep
 
 if TYPE_CHECKING:
@@ -41,9 +42,7 @@ def fill(session: PagedSession, row: PagedSequence, tokens: int, held: Mapping[i
         for group in range(len(session.pools))
     ]
     needed = [table.pages_from(floor, tokens) for table, floor in zip(row.tables, floors, strict=True)]
-    if not session.prefix.with_room(lambda: find_room(session.pools, needed, last_try=False)):
-        for pool in [*session.budget.pools]:
-            pool.give_back()
+    session.prefix.with_room(lambda: provide_room(session.pools, needed))
     savepoint = session.journal.savepoint()
     try:
         for table, floor, pages in zip(row.tables, floors, allocate_each(session.pools, needed), strict=True):

@@ -256,15 +256,11 @@ class PagedSession:
             needy = [rows[index] for index in short]
             needed = [query_lens[index] for index in short]
             try:
-                copies = self._with_room(needy, lambda: reserve(self.pools, self.journal, needy, needed))
+                self.cow_copies += self._with_room(needy, lambda: reserve(self.pools, self.journal, needy, needed))
             except Exception:
                 for row in rows:
                     row.broken = True  # layers before the first paged one have gone on
                 raise
-            for pool, (sources, targets) in zip(self.pools, copies, strict=True):
-                if sources:
-                    pool.copy_pages(sources, targets)
-                    self.cow_copies += len(sources)
             for row in needy:
                 row.count_slots()
         context_lens = [row.tokens + count for row, count in zip(rows, query_lens, strict=True)]
@@ -422,6 +418,14 @@ class PagedSession:
             if row.step is not None or row.trims:
                 row.heal()
         return [index for index, (row, count) in enumerate(zip(rows, query_lens, strict=True)) if row.slots < count]
+
+    def forget_places(self) -> None:
+        """Pages have moved: block tables, and what passes under way have made of them, are made again."""
+        self._batches.clear()
+        for row in self.live_sequences():
+            if row.step is not None:
+                for group in row.step.groups:
+                    group.forget()
 
     def _running_batch(self, refs: list[weakref.ref[PagedSequence]]) -> RunningBatch:
         """The block tables kept for these rows, in this order; new ones if there are none."""

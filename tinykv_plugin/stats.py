@@ -19,12 +19,13 @@ class PoolStats:
     ``pages_total`` is what the budget allows, ``pages_used`` what requests hold, ``pages_cached`` what only the prefix
     cache holds, ``pages_free`` the rest; ``pages_shared`` are held by more than one request. ``bytes_reserved`` is the
     size of the arrays, ``bytes_used`` the part of it in used pages, ``bytes_per_token`` what a token takes over all
-    layers. ``tokens`` counts each request's tokens,
-    ``slots_filled`` the page slots that hold one (shared ones once), of ``slots_used``; ``freed_slots`` and
-    ``freed_filled`` add those of requests that have ended, as they were at their end. The rest are counts since attach:
-    ``growths`` of pools, ``cow_copies`` of pages on write, ``evictions`` of cached pages, tokens of prompts that were
-    found in the prefix cache (``prefix_hit_tokens``) and that had to be run (``prefix_missed_tokens``), and those that
-    were stored but could not be used, by reason (``prefix_refused``).
+    layers. ``tokens`` counts each request's tokens, ``slots_filled`` the page slots that hold one (shared ones once),
+    of ``slots_used``; ``freed_slots`` and ``freed_filled`` add those of requests that have ended, as they were at their
+    end. The rest are counts since attach:
+    ``growths`` of pools, ``cow_copies`` of pages on write, ``page_moves`` within a pool so that its end could go to
+    another one, ``evictions`` of cached pages, tokens of prompts that were found in the prefix cache
+    (``prefix_hit_tokens``) and that had to be run (``prefix_missed_tokens``), and those that were stored but could not
+    be used, by reason (``prefix_refused``).
     """
 
     pages_total: int = 0
@@ -46,6 +47,7 @@ class PoolStats:
     peak_bytes_reserved: int = 0
     growths: int = 0
     cow_copies: int = 0
+    page_moves: int = 0
     evictions: int = 0
     prefix_hit_tokens: int = 0
     prefix_missed_tokens: int = 0
@@ -106,6 +108,7 @@ def collect(session: PagedSession) -> PoolStats:
         peak_bytes_reserved=session.budget.peak,
         growths=sum(pool.growths for pool in session.pools),
         cow_copies=session.cow_copies,
+        page_moves=sum(pool.moves for pool in session.pools),
         evictions=session.prefix.index.evicted,
         prefix_hit_tokens=session.prefix.counts.hit_tokens,
         prefix_missed_tokens=session.prefix.counts.missed_tokens,

@@ -79,6 +79,11 @@ class GroupStep:
         """The same for what depends on the tables' pages only: kept for later steps until these change."""
         return self.cached(key, make) if self._table is None else self._table.cached(key, make)
 
+    def forget(self) -> None:
+        """Pages have moved: the arrays are made again from the tables when they are needed."""
+        self._table = None
+        self._arrays.clear()
+
     def block_table(self) -> mx.array:
         """int32 ``(batch, max_pages)``, padded with -1."""
         return self._rows().device()

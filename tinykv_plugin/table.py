@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,6 +153,13 @@ class PageTable:
         self._allocator.release([old])
         self.pages[logical] = page
         return old
+
+    def follow(self, moved: Iterable[tuple[int, int]]) -> None:
+        """Logical pages have moved: for each its new page. For all who share the table; between transactions only."""
+        assert not self._journal.is_open
+        self.revision += 1
+        for logical, page in moved:
+            self.pages[logical] = page
 
     def truncate(self, tokens: int) -> None:
         """Free the pages past the first ``tokens`` tokens."""

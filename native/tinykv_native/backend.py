@@ -62,7 +62,7 @@ class CpuBackend:
         """Give ``pages`` room for ``num_pages`` pages; what is in the first pages stays where it is.
 
         Address space is reserved at the first call, for as much as the machine has memory; the system gives memory for
-        a page when it is written.
+        a page when it is written, and gets it back when there are fewer pages.
         Raises MemoryError with ``pages`` unchanged.
         """
         native = self._native()
@@ -71,6 +71,8 @@ class CpuBackend:
             return
         if pages.keys is not None and not native.fits(pages.keys, num_pages):
             self.wait(pages)  # the pages have to be copied
+        if num_pages < pages.num_pages:
+            self.discard_pages(pages, range(num_pages, pages.num_pages))  # after the reads of what was there
         key_shape, value_shape = pages.shape(num_pages)
         key_dtype, value_dtype = pages.dtypes
         keys = native.resize_pages(pages.keys, list(key_shape), key_dtype, 0)

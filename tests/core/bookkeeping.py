@@ -57,7 +57,7 @@ class ArrayBackend:
 
     def resize(self, pages: LayerPages, num_pages: int) -> None:
         old = 0 if pages.keys is None else pages.keys.shape[0]
-        if num_pages > old:
+        if num_pages != old:
             self.faults.point()
         new = np.full(pages.shape(num_pages)[0], -7, dtype=np.int32)
         if old:
@@ -74,6 +74,7 @@ class ArrayBackend:
 
     def copy_pages(self, pages: LayerPages, sources: Sequence[int], targets: Sequence[int]) -> None:
         for source, target in zip(sources, targets, strict=True):
+            self.faults.point()
             pages.keys[target] = pages.keys[source]
 
     def attend(self, *args: Any, **kwargs: Any) -> Any:

@@ -53,6 +53,7 @@ def test_stats_are_the_same_numbers(serve: Serve) -> None:
     assert stats["stored_prompts"] == server.metric("tinykv_stored_prompts") > 0
     assert stats["stored_bytes"] == server.metric("tinykv_stored_prompt_bytes") > 0
     assert stats["pools"]["main"]["pages_cached"] == server.metric("tinykv_pages", model="main", state="cached") > 0
+    assert stats["pools"]["main"]["page_moves"] == server.metric("tinykv_page_moves_total", model="main") == 0
     assert stats["requests"]["finished"] == server.metric("tinykv_requests_total", outcome="finished") == 1
     assert 0 < stats["pools"]["main"]["waste"] < 1
 

@@ -35,6 +35,7 @@ def stats_table(report: ModelReport) -> Table:
     )
     table.add_row("growths", str(stats.growths))
     table.add_row("copy-on-write copies", str(stats.cow_copies))
+    table.add_row("page moves", str(stats.page_moves))
     asked = stats.prefix_hit_tokens + stats.prefix_missed_tokens
     if asked:
         table.add_row("prefix cache", f"{stats.prefix_hit_tokens} of {asked} prompt tokens were stored")

@@ -183,6 +183,7 @@ class _StateCollector(Collector):
         tokens = GaugeMetricFamily("tinykv_tokens", "Tokens held for requests and stored prompts.", labels=["model"])
         growths = CounterMetricFamily("tinykv_pool_growths", "Times a page pool grew.", labels=["model"])
         copies = CounterMetricFamily("tinykv_cow_copies", "Shared pages copied on write.", labels=["model"])
+        moves = CounterMetricFamily("tinykv_page_moves", "Pages moved together, to give memory away.", labels=["model"])
         evictions = CounterMetricFamily("tinykv_evictions", "Cached pages evicted.", labels=["model"])
         refused = CounterMetricFamily(
             "tinykv_prefix_refused_tokens",
@@ -203,5 +204,6 @@ class _StateCollector(Collector):
             tokens.add_metric([model], stats.tokens)
             growths.add_metric([model], stats.growths)
             copies.add_metric([model], stats.cow_copies)
+            moves.add_metric([model], stats.page_moves)
             evictions.add_metric([model], stats.evictions)
-        yield from (pages, shared, memory, waste, tokens, growths, copies, evictions, refused)
+        yield from (pages, shared, memory, waste, tokens, growths, copies, moves, evictions, refused)
