@@ -89,6 +89,12 @@ def copies_for(shape: Shape, dtype: mx.Dtype) -> int:
     return max(1, min(16, COLD_BYTES // shape.kv_bytes(dtype)))
 
 
+def some_tokens(shape: Shape, context: int, dtype: mx.Dtype) -> mx.array:
+    """A row's keys or values, ``(1, kv_heads, context, dim)``: a few random ones again and again, which is made soon."""
+    few = mx.random.normal((1, shape.kv_heads, min(context, 256), shape.dim)).astype(dtype)
+    return mx.contiguous(mx.tile(few, (1, 1, -(-context // few.shape[2]), 1))[:, :, :context])
+
+
 def dense(shape: Shape, dtype: mx.Dtype, seconds: float) -> float:
     """Mlx's own attention on tensors padded to the longest row, as a batch of stock mlx-lm has them."""
     rows, longest = len(shape.contexts), max(shape.contexts)
@@ -96,9 +102,8 @@ def dense(shape: Shape, dtype: mx.Dtype, seconds: float) -> float:
     mask: Any = "causal" if shape.queries > 1 else None
     if len(set(shape.contexts)) > 1:
         mask = (mx.arange(longest)[None] < mx.array(shape.contexts)[:, None])[:, None, None]
-    size = (rows, shape.kv_heads, longest, shape.dim)
     tensors = [
-        (mx.random.normal(size).astype(dtype), mx.random.normal(size).astype(dtype))
+        tuple(mx.tile(some_tokens(shape, longest, dtype), (rows, 1, 1, 1)) for _ in range(2))
         for _ in range(copies_for(shape, dtype) if rows * longest * shape.kv_heads * shape.dim < 2**26 else 1)
     ]
     mx.eval(queries, tensors)
@@ -151,14 +156,14 @@ def paged(
         table.append([order.pop() for _ in range(-(-context // page_size))])
         tables.append(table)
     layers = []
+    tokens = [spec.encode(*(some_tokens(shape, context, dtype) for _ in range(2))) for context in shape.contexts]
+    mx.eval(tokens)
     for _ in range(copies_for(shape, dtype)):
         pages = LayerPages(spec, page_size)
         writer.resize(pages, total)
-        for table, context in zip(tables, shape.contexts, strict=True):
-            size = (1, shape.kv_heads, context, shape.dim)
+        for table, context, (keys, values) in zip(tables, shape.contexts, tokens, strict=True):
             step = GroupStep([table], [context], [context], context)
-            tokens = spec.encode(mx.random.normal(size).astype(dtype), mx.random.normal(size).astype(dtype))
-            writer.write(PagedKVMetadata(pages, step), *tokens)
+            writer.write(PagedKVMetadata(pages, step), keys, values)
         mx.eval(pages.state())
         layers.append(pages)
     queries = mx.random.normal((len(tables), shape.query_heads, shape.queries, shape.dim)).astype(dtype)

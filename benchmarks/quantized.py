@@ -17,7 +17,7 @@ from tinykv_plugin.blas import load_blas
 BLAS = load_blas()
 
 import mlx.core as mx  # noqa: E402
-from attention import COLD_BYTES, Shape, dense, median_ms, paged  # noqa: E402
+from attention import Shape, copies_for, dense, median_ms, paged, some_tokens  # noqa: E402
 from mlx_lm.models.base import quantized_scaled_dot_product_attention  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
@@ -35,11 +35,11 @@ HEADS = {"9 query heads, 3 kv heads of 64": (9, 3, 64), "32 query heads, 8 kv he
 def stock(shape: Shape, dtype: mx.Dtype, bits: int, seconds: float) -> float:
     """mlx-lm's own attention over its QuantizedKVCache."""
     (context,) = shape.contexts
-    size = (1, shape.kv_heads, context, shape.dim)
     queries = mx.random.normal((1, shape.query_heads, 1, shape.dim)).astype(dtype)
+    sides = [mx.quantize(some_tokens(shape, context, dtype), group_size=GROUP_SIZE, bits=bits) for _ in range(2)]
+    mx.eval(sides)
     packed = [
-        tuple(mx.quantize(mx.random.normal(size).astype(dtype), group_size=GROUP_SIZE, bits=bits) for _ in range(2))
-        for _ in range(max(1, min(16, COLD_BYTES // shape.kv_bytes(dtype))))
+        [[part + mx.zeros(1, part.dtype) for part in side] for side in sides] for _ in range(copies_for(shape, dtype))
     ]
     mx.eval(queries, packed)
     return median_ms(

@@ -58,6 +58,13 @@ def test_mlx_lms_arguments_are_untouched(tinykv: Call, seen: dict[str, Any]) -> 
     assert done.err == "tinykv: no paged cache was used\n"
 
 
+def test_when_to_quantize_only_matters_to_quantized_pages(tinykv: Call, seen: dict[str, Any]) -> None:
+    for argv in (["--quantized-kv-start", "9"], ["--kv-bits=8", "--", "--quantized-kv-start", "9"]):
+        assert tinykv("chat", *argv).code == 0
+        assert seen["argv"][1:] == [argument for argument in argv if argument != "--kv-bits=8"]
+    assert tinykv("chat", "--kv-bits", "8", "--quantized-kv-start=9").code == 2
+
+
 def test_the_loader_is_restored(tinykv: Call, seen: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from mlx_lm import chat, utils
 

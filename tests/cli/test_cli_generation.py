@@ -140,7 +140,7 @@ def test_generate_with_quantized_pages(tinykv: Call, stock: Call, wide_model_dir
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": TEXT * 2}], add_generation_prompt=True)
     with attach(model, bits=4, group_size=32, page_size=4):
         expected = "".join(one.text for one in stream_generate(model, tokenizer, prompt, max_tokens=24))
-    flags = ["--kv-bits", "4", "--kv-group-size=32", "--quantized-kv-start", "0", "--kv-page-size", "4"]
+    flags = ["--kv-bits", "4", "--kv-group-size=32", "--kv-page-size", "4"]
     done = tinykv("generate", *argv, "-m", "24", *flags, "--kv-stats")
     assert text_of(done.out).strip() == expected.strip()
     assert "4 bits in groups of 32" in done.err
@@ -148,7 +148,7 @@ def test_generate_with_quantized_pages(tinykv: Call, stock: Call, wide_model_dir
     # A file of quantized pages, made and used with the same flags.
     file = str(tmp_path / "cache.safetensors")
     saving = ["--model", str(wide_model_dir), "--prompt", TEXT, "--prompt-cache-file", file]
-    assert tinykv("cache_prompt", *saving, *flags).code == 0
+    assert tinykv("cache_prompt", *saving, *flags, "--quantized-kv-start", "0").code == 0
     asking = ["--prompt-cache-file", file, "--prompt", "keys", "-m", "8"]
     assert text_of(tinykv("generate", *asking, *flags).out) == text_of(stock("generate", *asking, "--kv-group-size=32"))
     refused = tinykv("generate", *asking, "--kv-bits", "8", "--kv-group-size=32")

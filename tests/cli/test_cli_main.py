@@ -101,6 +101,7 @@ def test_nothing_imports_mlx_before_a_command_runs(python: Call) -> None:
         (["generate", "--kv-bits", "7"], "bits: 7 is not allowed: it must be one of 4, 5, 6, 8"),
         (["generate", "--kv-key-bits", "all"], "key_bits: 'all' is not allowed: it must be one of 4, 5, 6, 8"),
         (["server", "--kv-bits=4", "--quantized-kv-start=9"], "--quantized-kv-start: pages are quantized from the"),
+        (["generate", "--kv-value-bits=4", "--quantized", "9"], "--quantized-kv-start: pages are quantized from the"),
         (["convert", "--kv-stats"], "convert uses no KV cache, so it takes no --kv- flags"),
         (["run"], "run needs a script or -m module"),
         (["run", "-m"], "run needs a module after -m"),

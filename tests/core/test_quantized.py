@@ -297,8 +297,9 @@ def test_r50_mlx_lms_own_argument_is_checked() -> None:
     with tinykv.attach(model, bits=8, group_size=32):
         cache = make_prompt_cache(model)
         assert all(isinstance(layer, PagedKVCache) and not hasattr(layer, "bits") for layer in cache)
-        same = greedy(model, prompt(9), 5, kv_bits=8, kv_group_size=32, quantized_kv_start=0)
-        assert same == greedy(model, prompt(9), 5)
+        for more in ({}, {"quantized_kv_start": 0}, {"quantized_kv_start": 11}):
+            same = greedy(model, prompt(9), 5, kv_bits=8, kv_group_size=32, **more)
+            assert same == greedy(model, prompt(9), 5)
         with pytest.raises(CacheStateError, match=r"kv_bits=4, kv_group_size=32: .* hold 8 bits in groups of 32"):
             greedy(model, prompt(9), 5, kv_bits=4, kv_group_size=32, quantized_kv_start=0)
 

@@ -21,6 +21,7 @@ from .stored_prompts import stored_prompts
 MAX_KV_SIZE = "--max-kv-size"
 SHORTEST_MAX_KV_SIZE = "--max-k"
 QUANTIZED_START = "--quantized-kv-start"
+SHORTEST_QUANTIZED_START = "--q"
 
 
 def forward(command: MlxLmCommand, argv: Sequence[str]) -> int:
@@ -34,7 +35,7 @@ def forward(command: MlxLmCommand, argv: Sequence[str]) -> int:
     if asks_for_help(rest):
         return _help(command, rest)
     config, rest = _configuration(command, fields, rest)
-    if config.cache != DENSE:
+    if config.cache != DENSE and (config.bits or config.key_bits or config.value_bits):
         _require_quantized_from_the_start(rest)
     with log_to_stderr(verbose=config.verbose):
         check_plugins(config)
@@ -122,7 +123,7 @@ def take_max_kv_size(argv: Sequence[str]) -> tuple[str | None, list[str]]:
         if argument == "--":
             others += [argument, *remaining]
             break
-        if not (MAX_KV_SIZE.startswith(name) and len(name) >= len(SHORTEST_MAX_KV_SIZE)):
+        if not _is_short_for(name, MAX_KV_SIZE, SHORTEST_MAX_KV_SIZE):
             others.append(argument)
             continue
         found = value if equals else "".join(remaining[:1])
@@ -133,10 +134,19 @@ def take_max_kv_size(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     return found, others
 
 
+def _is_short_for(name: str, option: str, shortest: str) -> bool:
+    """Whether argparse takes ``name`` for ``option``, which no other begins like down to ``shortest``."""
+    return option.startswith(name) and len(name) >= len(shortest)
+
+
 def _require_quantized_from_the_start(argv: Sequence[str]) -> None:
     for index, argument in enumerate(argv):
+        if argument == "--":
+            return
         name, equals, value = argument.partition("=")
-        if name == QUANTIZED_START and (value if equals else "".join(argv[index + 1 : index + 2])) != "0":
+        if not _is_short_for(name, QUANTIZED_START, SHORTEST_QUANTIZED_START):
+            continue
+        if (value if equals else "".join(argv[index + 1 : index + 2])) != "0":
             raise UsageError(f"{QUANTIZED_START}: pages are quantized from the first token on; give 0, or leave it out")
 
 
