@@ -43,7 +43,11 @@ SHAPES = [
     (64, 4, 128, 1),
     (8, 4, 256, 1),
     (16, 16, 80, 1),
+    (64, 8, 128, 1),
+    (16, 2, 256, 1),
+    (32, 4, 256, 1),
     (16, 2, 512, 1),
+    (16, 1, 512, 1),
 ]
 DENSE_DIMS = (64, 96, 128, 256)
 
@@ -57,6 +61,7 @@ class Traffic:
     dim: int
     queries: int
     passes: int
+    sets: int
     threads: int
     threadgroups: int
     threadgroup_bytes: int
@@ -86,7 +91,8 @@ def paged(shape: tuple[int, int, int, int], context: int) -> Traffic:
     variant = Variant(dim, dim, 32, group, queries)
     return Traffic(
         *shape,
-        variant.passes,
+        variant.division.passes,
+        variant.division.sets,
         THREADS,
         attend.counts.threadgroups * kv_heads,
         attend.counts.threadgroup_bytes,
@@ -129,13 +135,13 @@ def main() -> None:
     found = [paged(shape, arguments.context) for shape in SHAPES]
     table = Table(title=f"decode attention over {arguments.context:,} tokens, float16, pages of 32 tokens")
     for column in (
-        *("q heads", "kv heads", "dim", "queries", "passes", "threads", "threadgroups", "threadgroup bytes"),
+        *("q heads", "kv heads", "dim", "queries", "passes", "sets", "threads", "threadgroups", "threadgroup bytes"),
         *("read", "mlx read", "extra"),
     ):
         table.add_column(column, justify="right")
     for one in found:
         table.add_row(
-            *(f"{n:,}" for n in (one.query_heads, one.kv_heads, one.dim, one.queries, one.passes, one.threads)),
+            *map(str, (one.query_heads, one.kv_heads, one.dim, one.queries, one.passes, one.sets, one.threads)),
             f"{one.threadgroups:,}",
             f"{one.threadgroup_bytes:,}",
             f"{one.read:.2f}",

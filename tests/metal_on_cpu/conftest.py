@@ -70,10 +70,13 @@ def backend(device: Device | None) -> Any:
 
 @pytest.fixture
 def plugins(backend: Any, device: Any) -> PluginManager:
-    """Plugins with a Metal backend that runs on the device of the test, in one schedule: what counts is the tokens."""
+    """Plugins as a Mac has them, with a Metal backend that runs on the device of the test.
+
+    In one schedule: what counts is the tokens.
+    """
     if device is not None:
         device.schedules = (0,)
-    manager = PluginManager(disabled=["metal"])
+    manager = PluginManager(disabled=["metal", "cpu"])
 
     class Plugin:
         @tinykv.hookimpl

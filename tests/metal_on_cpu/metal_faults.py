@@ -332,7 +332,12 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
         WrongNumbersError,
         "",
     ),
-    "sinks of other heads": (attend_sinks, Replace("attend", "sinks[kv_head * GROUP + in_head / QUERIES]", "sinks[0]"), WrongNumbersError, ""),
+    "sinks of other heads": (
+        attend_sinks,
+        Replace("attend", "sinks[kv_head * GROUP + in_head / QUERIES]", "sinks[0]"),
+        WrongNumbersError,
+        "",
+    ),
     "lanes beyond the head dim": (
         attend_odd_dim,
         Replace("attend", "D % 32 == 0 || dim < D", "true"),

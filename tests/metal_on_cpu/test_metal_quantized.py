@@ -55,7 +55,7 @@ def test_every_access_is_inside(backend: Any) -> None:
 def test_the_self_test_takes_quantized_pages(backend: Any) -> None:
     kv_format = KVFormat(8, 4)
     request = AttentionRequest(
-        4, 2, 64, 64, mx.bfloat16, 16, 1, "none", None, 0, False, keys=kv_format.keys(64), values=kv_format.values(64)
+        2, 1, 32, 64, mx.bfloat16, 16, 1, "none", None, 0, False, keys=kv_format.keys(32), values=kv_format.values(64)
     )
     assert not backend.supports(request)
     from tinykv_plugin.manager import default_manager

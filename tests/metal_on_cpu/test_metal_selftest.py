@@ -17,6 +17,7 @@ from metal_faults import Replace
 from msl_cpu import build
 from msl_cpu.device import Device
 from tinykv_plugin.gather import GatherBackend
+from tinykv_plugin.kv_format import KVFormat
 from tinykv_plugin.protocols import AttentionRequest
 from tinykv_plugin.selftest import trial
 from tinykv_plugin.selftest.comparison import compare
@@ -25,16 +26,14 @@ from tinykv_plugin.selftest.outcomes import Outcome, Outcomes
 REQUEST = AttentionRequest(4, 2, 16, 16, mx.float32, 8, 1, "none", None, 0, False)
 KINDS = [
     {},
-    {"query_len": 3, "mask": "causal"},
-    {"window": 24},
+    {"query_len": 3, "mask": "causal", "window": 24, "softcap": 30.0, "dtype": mx.bfloat16},
     {"window": 40, "keep": 4, "sinks": True},
-    {"mask": "array"},
-    {"dtype": mx.bfloat16},
+    {"mask": "array", "value_dim": 32},
 ]
 
 
 def attached(plugins: Any) -> Any:
-    return tinykv.attach(shared("llama", num_hidden_layers=2), plugins=plugins, attention="metal", page_size=8)
+    return tinykv.attach(shared("llama", num_hidden_layers=2), plugins=plugins, attention="auto", page_size=8)
 
 
 @pytest.mark.parametrize("changes", KINDS)
@@ -44,25 +43,68 @@ def test_the_kernels_pass(backend: Any, changes: dict[str, Any]) -> None:
     assert comparison.error <= comparison.allowed
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (Replace("attend", "? scale * float(", "? float("), "its result differs from gather's by "),
-        (
-            Replace("write", "kv_heads, page_size, value_dim", "kv_heads, page_size, 0"),
-            "its result differs from gather's by ",
-        ),
-        (Replace("copy", "value_pages[source", "value_pages[target"), "its result differs from gather's by "),
-        (Replace("attend", "const int lane", "const in lane"), "it fails: RuntimeError: "),
-    ],
-)
-def test_broken_kernels_are_found_out(change: Any, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+DIFFERS = "its result differs from gather's by "
+FORMAT = KVFormat(8, 4, 32)
+BROKEN: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "queries not scaled": ({}, Replace("attend", "? scale * float(", "? float("), DIFFERS),
+    "values in the first slot": (
+        {},
+        Replace("write", "kv_heads, page_size, value_dim", "kv_heads, page_size, 0"),
+        DIFFERS,
+    ),
+    "pages copied to themselves": ({}, Replace("copy", "value_pages[source", "value_pages[target"), DIFFERS),
+    "prefill without a token": ({}, Replace("gather", "column < length ? key", "column < length - 1 ? key"), DIFFERS),
+    "a compile error": ({}, Replace("attend", "const int lane", "const in lane"), "it fails: RuntimeError: "),
+    "a compile error of prefill": ({}, Replace("gather", "const int dim", "const in dim"), "it fails: RuntimeError: "),
+    "no softcap": ({"softcap": 50.0}, Replace("attend", "s = softcap * precise::tanh(s / softcap);", ""), DIFFERS),
+    "a window too long": (
+        {"window": 24, "query_len": 3, "mask": "causal"},
+        Replace("attend", "position > own - (window", "position >= own - (window"),
+        DIFFERS,
+    ),
+    "no kept tokens": (
+        {"window": 24, "keep": 4},
+        Replace("attend", "|| position < keep || own < window", "|| own < window"),
+        DIFFERS,
+    ),
+    "sinks of other heads": ({"sinks": True}, Replace("attend", "sinks[kv_head * GROUP +", "sinks[0 *"), DIFFERS),
+    "no boolean mask": ({"mask": "array"}, Replace("attend", "seen = float(mask[at]) != 0.0f;", ""), DIFFERS),
+    "no added mask": ({"mask": "array"}, Replace("attend", "s += float(mask[at]);", ""), DIFFERS),
+    "drafts that see later ones": (
+        {"query_len": 3, "mask": "causal"},
+        Replace("attend", "seen = seen && position <= own;", ""),
+        DIFFERS,
+    ),
+    "values as long as keys": (
+        {"value_dim": 32},
+        Replace("attend", "kv_heads, PAGE, V_ROW", "kv_heads, PAGE, K_ROW"),
+        DIFFERS,
+    ),
+    "no biases": (
+        {"key_dim": 32, "value_dim": 32, "keys": FORMAT.keys(32), "values": FORMAT.values(32)},
+        Replace("attend", "1u)) + bias;", "1u));"),
+        DIFFERS,
+    ),
+    "vectors of another set": (
+        {"query_heads": 32, "key_dim": 64, "value_dim": 64},
+        Replace("attend", "pass_vector + set * PASS", "pass_vector + 0 * set"),
+        DIFFERS,
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_broken_kernels_are_found_out(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every feature that a kernel claims, whatever breaks it."""
     from tinykv_metal.backend import MetalBackend
 
     if build.problem():
         pytest.skip(build.problem())
+    changes, change, problem = BROKEN[fault]
     install(Device(change=change), monkeypatch)
-    assert compare(MetalBackend(), GatherBackend(), REQUEST).problem.startswith(problem)
+    request = dataclasses.replace(REQUEST, **changes)
+    assert MetalBackend().supports(request) == []
+    assert compare(MetalBackend(), GatherBackend(), request).problem.startswith(problem)
 
 
 @pytest.mark.selftest

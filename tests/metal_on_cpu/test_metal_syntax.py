@@ -13,6 +13,7 @@ from metal_device import install
 from metal_faults import Replace
 from msl_cpu import syntax
 from msl_cpu.device import Device
+from tinykv_plugin.kv_format import KVFormat
 
 pytest.importorskip("clang.cindex", reason="PyPI's libclang is missing")
 
@@ -45,24 +46,20 @@ def generated(monkeypatch: pytest.MonkeyPatch, run: Any, change: Any = None) -> 
 
 
 def everything(backend: Any) -> None:
-    """Every kernel, with small and with larger inputs, in all dtypes, with all features."""
-    for dtype in (mx.float32, mx.float16, mx.bfloat16):
+    """Every kernel, with small and with larger inputs, in each dtype, with each feature and each way to load."""
+    for dtype, dim in ((mx.float32, 64), (mx.float16, 80), (mx.bfloat16, 128)):
         for contexts in ([20], [600] * 9):
-            for dim in (64, 80, 128):
-                case = Case(contexts, 2, key_dim=dim, dtype=dtype).fill(backend)
-                mask = mx.zeros((2, 600), dtype)
-                for options in (
-                    {},
-                    {"mask": mask},
-                    {"mask": mask == 0},
-                    {"softcap": 5.0, "sinks": mx.zeros((4,), dtype)},
-                ):
-                    case.attend(backend, **options)
+            case = Case(contexts, 2, key_dim=dim, dtype=dtype).fill(backend)
+            mask = mx.zeros((2, 600), dtype)
+            for options in ({}, {"mask": mask}, {"mask": mask == 0}, {"softcap": 5.0, "sinks": mx.zeros((4,), dtype)}):
+                case.attend(backend, **options)
             windowed = Case(contexts, window=8, dtype=dtype).fill(backend)
             windowed.attend(backend)
             backend.write(windowed.metadata, windowed.q[:, :2], windowed.q[:, :2])
             backend.copy_pages(windowed.pages, [0], [1])
             windowed.pages.copy_out(windowed.metadata, [[(0, 8)]] * len(contexts))
+        for kv_format in (KVFormat(), KVFormat(5, 4, 32)):
+            Case([20], query_heads=16, kv_heads=1, dtype=dtype, kv_format=kv_format).fill(backend).attend(backend)
 
 
 def test_no_kernel_has_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +75,7 @@ def attend(backend: Any) -> None:
 
 FAULTS = {
     "a threadgroup pointer as a device pointer": (
-        Replace("attend", "all += values[s * V_DIM + dim];", "load_token<V_DIM>(values, lane, o);"),
+        Replace("attend", "all += scratch[(of * MEMBERS + s) * V_DIM + dim];", "load_token<V_DIM>(scratch, lane, o);"),
         "no matching function",
     ),
     "a device pointer in a variable without an address space": (
@@ -121,13 +118,20 @@ FAULTS = {
         Replace("attend", "#define UNROLL", "float total = 0.0f;\n#define UNROLL"),
         "a variable of the program that is not constant",
     ),
-    "a static variable": (Replace("attend", "const int lane =", "static int calls;\nconst int lane ="), "a static variable"),
+    "a static variable": (
+        Replace("attend", "const int lane =", "static int calls;\nconst int lane ="),
+        "a static variable",
+    ),
     "recursion": (
         Replace("attend", "  float top = -INFINITY;\n  for", "  float top = highest<COUNT>(tops);\n  for"),
         "a function that calls itself",
     ),
     "an array of a thread that can't be in registers": (
-        Replace("attend", "UNROLL for (int v = 0; v < PASS; v++) {\n  const float", "for (int v = 0; v < PASS; v++) {\n  const float"),
+        Replace(
+            "attend",
+            "UNROLL for (int v = 0; v < PASS; v++) {\n  const float",
+            "for (int v = 0; v < PASS; v++) {\n  const float",
+        ),
         "indexed by a loop that isn't unrolled",
     ),
     "a sum of bfloats": (

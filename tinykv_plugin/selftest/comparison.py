@@ -57,7 +57,7 @@ def compare(backend: AttentionBackend, gather: AttentionBackend, request: Attent
     try:
         for contexts in samples_of(request):
             for got, right in zip(
-                _results(backend, request, contexts), _references(gather, request, contexts), strict=True
+                _results(backend, gather, request, contexts), _references(gather, request, contexts), strict=True
             ):
                 worst = max(worst, _difference(got, right))
                 if not worst <= allowed:
@@ -68,10 +68,12 @@ def compare(backend: AttentionBackend, gather: AttentionBackend, request: Attent
     return Comparison(worst, allowed, "")
 
 
-def _results(backend: AttentionBackend, request: AttentionRequest, contexts: Sequence[int]) -> list[mx.array]:
+def _results(
+    backend: AttentionBackend, gather: AttentionBackend, request: AttentionRequest, contexts: Sequence[int]
+) -> list[mx.array]:
     """What pages hold first; after they were overwritten with that read still pending; after they were copied.
 
-    The first with each mask.
+    The first with each mask; last what gather finds in the pages, as it does for a prefill.
     """
     sample = Sample(request, contexts)
     masks = sample.masks()
@@ -86,8 +88,9 @@ def _results(backend: AttentionBackend, request: AttentionRequest, contexts: Seq
     sample.write(backend, pages)
     backend.copy_pages(pages, [sample.num_pages], [0])
     third = sample.attend(backend, pages, masks[0])
-    mx.eval(third)
-    return [sample.valid(output) for output in (*first, second, third)]
+    dense = sample.dense(gather, pages)
+    mx.eval(third, dense)
+    return [*(sample.valid(output) for output in (*first, second, third)), *dense]
 
 
 def _references(gather: AttentionBackend, request: AttentionRequest, contexts: Sequence[int]) -> list[mx.array]:
@@ -106,8 +109,9 @@ def _references(gather: AttentionBackend, request: AttentionRequest, contexts: S
     assert pages.values is not None
     pages.keys[0], pages.values[0] = page
     results.append(sample.attend(gather, pages, masks[0]))
-    mx.eval(results[-1])
-    return [sample.valid(output) for output in results]
+    dense = sample.dense(gather, pages)
+    mx.eval(results[-1], dense)
+    return [*(sample.valid(output) for output in results), *dense]
 
 
 def _page(pages: LayerPages, index: int) -> tuple[mx.array, mx.array]:

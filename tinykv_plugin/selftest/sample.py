@@ -13,7 +13,7 @@ from ..allocator import PageAllocator
 from ..journal import Journal
 from ..metadata import PagedKVMetadata, PagedMask
 from ..pages import LayerPages, LayerSpec
-from ..protocols import AttentionBackend, AttentionRequest
+from ..protocols import AttentionBackend, AttentionRequest, GatheringBackend
 from ..step import GroupStep
 from ..table import PageTable, Retention
 
@@ -34,7 +34,8 @@ class Sample:
         self._lens = [min(width, context) for context in contexts]
         retention = Retention(request.window, request.keep)
         # Tables to write all tokens by, and tables from which a window has dropped pages, to read by.
-        self._tables, self._reading = [], []
+        self._tables: list[PageTable] = []
+        self._reading: list[PageTable] = []
         for count, context, query_len in zip(counts, contexts, self._lens, strict=True):
             pages = [ids.pop() for _ in range(count)]
             allocator.share(pages)
@@ -86,17 +87,20 @@ class Sample:
 
     def attend(self, backend: AttentionBackend, pages: LayerPages, mask: Any = None) -> mx.array:
         """The call to compare, with one of :meth:`masks`, its result in the dtype of ``pages``."""
-        # A step of its own for each call: backends keep with it what they work out.
-        step = GroupStep(self._reading, self.contexts, self._lens, self.request.query_len)
         more = {} if self.request.softcap is None else {"softcap": self.request.softcap}
         return backend.attend(
             self.queries.astype(pages.spec.dtype),
-            PagedKVMetadata(pages, step),
+            self._reads(pages),
             scale=self.scale,
             mask=mask,
             sinks=None if self.sinks is None else self.sinks.astype(pages.spec.dtype),
             **more,
         )
+
+    def dense(self, gather: AttentionBackend, pages: LayerPages) -> list[mx.array]:
+        """K and V that the queries see, copied out of ``pages`` as for a prefill."""
+        assert isinstance(gather, GatheringBackend)
+        return [side.astype(mx.float32) for side in gather.dense(self._reads(pages))]
 
     def valid(self, output: mx.array) -> mx.array:
         """``output`` with zeros for queries that only pad a row, whose results nobody uses."""
@@ -117,6 +121,10 @@ class Sample:
         if request.mask == "none":
             return [None]
         return ["causal" if request.window is None else PagedMask(request.window)]
+
+    def _reads(self, pages: LayerPages) -> PagedKVMetadata:
+        """A step of its own for each call: backends keep with it what they work out."""
+        return PagedKVMetadata(pages, GroupStep(self._reading, self.contexts, self._lens, self.request.query_len))
 
     def _random(self, number: int, shape: tuple[int, ...], which: int = 0) -> mx.array:
         key = self._keys[number] if not which else mx.random.split(self._keys[number], which + 1)[which]
