@@ -133,13 +133,8 @@ class PagedLayer:
     def choose_reader(self, request: AttentionRequest) -> Reader:
         """The first backend that supports ``request`` and passes its self-test, and why those before it don't."""
         refusals: list[str] = []
-        packed = request.keys is not None or request.values is not None
         for backend in self.backends:
-            unknown = sorted(request.features - set(getattr(backend, "features", ())))
-            reasons = [f"{name} is not supported" for name in unknown]
-            if packed and not getattr(backend, "reads_quantized", False):
-                reasons.append("quantized pages are not supported")
-            reasons = reasons or backend.supports(request)
+            reasons = reasons_against(backend, request)
             trial = Trial() if reasons else try_out(backend, self.backends[-1], request)
             if not reasons and not trial.problem:
                 return Reader(backend, tuple(refusals), trial.outcome if any(astuple(trial.outcome)) else None)
@@ -193,6 +188,15 @@ class PagedLayer:
             keys=spec.keys,
             values=spec.values,
         )
+
+
+def reasons_against(backend: AttentionBackend, request: AttentionRequest) -> list[str]:
+    """Reasons why ``backend`` can't serve ``request``; it is asked only about what it says that it knows."""
+    reasons = [f"{name} is not supported" for name in sorted(request.features - set(getattr(backend, "features", ())))]
+    packed = request.keys is not None or request.values is not None
+    if packed and not getattr(backend, "reads_quantized", False):
+        reasons.append("quantized pages are not supported")
+    return reasons or backend.supports(request)
 
 
 def mask_kind(mask: object) -> MaskKind:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,23 @@ def test_it_compares_times_and_keeps_the_outcome(tinykv: Call, backend: Direct, 
     assert all(float(cell) > 0 for row in timed for cell in row[2:])
     kept = next(iter(Outcomes()._read()["a device"]))
     assert kept == compared[1]
+
+
+def test_calls_are_of_the_kinds_that_a_model_makes(
+    tinykv: Call, backend: Direct, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend is only asked about what it says that it knows; a model's own masks stay arrays."""
+    from tinykv_plugin.cli import selftest
+
+    plain = AttentionRequest(4, 2, 16, 16, mx.float32, 8, 1, "none", None, 0, False)
+    kinds = [dataclasses.replace(plain, **more) for more in ({"softcap": 30.0}, {"mask": "array"}, {"chunk": 12})]
+    monkeypatch.setattr(selftest, "_requests_of_model", lambda *_: kinds)
+    monkeypatch.setattr(Direct, "features", frozenset({"chunk"}))
+    capped, _, masked, more, chunked, _ = rows(tinykv("selftest", str(tiny_model_dir), "--contexts", "24").out)[:6]
+    assert capped[-1] == "not served: softcap is not supported"
+    assert (masked[1].endswith("1 new, mask"), masked[-1]) == (True, "passed")
+    assert (more[1].endswith("4 new, mask"), more[-1]) == (True, "not served: more than one query token")
+    assert (chunked[1].endswith("1 new, chunk 12"), chunked[-1]) == (True, "passed")
 
 
 def test_wrong_numbers_are_an_exit_code(tinykv: Call, backend: Direct) -> None:

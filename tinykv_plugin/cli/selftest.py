@@ -19,7 +19,7 @@ from .parser import command_parser, positive
 from .version import version_lines
 
 if TYPE_CHECKING:
-    from ..protocols import AttentionBackend, AttentionRequest
+    from ..protocols import AttentionBackend, AttentionRequest, MaskKind
     from ..selftest.timing import Timing
 
 # A token, and what mlx-lm's speculative decoding verifies at once unless told otherwise.
@@ -57,6 +57,7 @@ def selftest(argv: Sequence[str]) -> int:
 def _run(
     config: KVCacheConfig, requests: Sequence[AttentionRequest], contexts: Sequence[int], batches: Sequence[int]
 ) -> int:
+    from ..layer import reasons_against
     from ..manager import default_manager
     from ..selftest.comparison import compare
     from ..selftest.outcomes import kind_of
@@ -70,7 +71,7 @@ def _run(
     failed = False
     for backend in candidates:
         for request in requests:
-            reasons = backend.supports(request)
+            reasons = reasons_against(backend, request)
             if reasons:
                 table.add_row(
                     backend.name, escape(kind_of(request)), "", "", escape(f"not served: {', '.join(reasons)}")
@@ -154,13 +155,15 @@ def _requests(config: KVCacheConfig, model: Path | None) -> list[AttentionReques
     kinds = {}
     for request in decode:
         for count in QUERY_LENS:
-            call = dataclasses.replace(request, query_len=count, mask="none" if count == 1 else "causal")
+            mask: MaskKind = "array" if request.mask == "array" else "none" if count == 1 else "causal"
+            call = dataclasses.replace(request, query_len=count, mask=mask)
             kinds[kind_of(call)] = call
     return list(kinds.values())
 
 
 def _requests_of_model(config: KVCacheConfig, model: Path) -> list[AttentionRequest]:
     from ..attachment import attach
+    from ..chunks import without_chunk
     from ..session import KEPT_TOKENS, PagedSession
     from .model_files import load_lazily
 
@@ -172,5 +175,5 @@ def _requests_of_model(config: KVCacheConfig, model: Path) -> list[AttentionRequ
                 continue
             if config.max_kv_size and request.window is None:
                 request = dataclasses.replace(request, window=config.max_kv_size, keep=KEPT_TOKENS)
-            found.append(request)
+            found.append(without_chunk(request))
     return found
