@@ -145,14 +145,15 @@ class CpuBackend:
         import mlx.core as mx
 
         pages = metadata.pages
-        window, array = metadata.window, None
+        window, keep, array = metadata.window, metadata.keep, None
         if isinstance(mask, mx.array):
             array = mask
         elif isinstance(mask, str):
             if mask != "causal":
                 raise ValueError(f"mask {mask!r} is not known; there is 'causal'")
-        elif mask is not None:
-            window = mask.window if window is None else min(window, mask.window)
+        elif mask is not None and (window is None or mask.window < window):
+            # A model that looks back less far than its cache doesn't see what the cache keeps.
+            window, keep = mask.window, 0
         output: mx.array
         output, pages.last_read = self._native().attend(
             queries,
@@ -164,7 +165,7 @@ class CpuBackend:
             scale=scale,
             causal=mask is not None and array is None,
             window=window or 0,
-            keep=metadata.keep,
+            keep=keep,
             softcap=softcap or 0.0,
             keys=_packing(pages.spec.keys, pages.spec.key_dim, pages.spec.dtype),
             values=_packing(pages.spec.values, pages.spec.value_dim, pages.spec.value_dtype),

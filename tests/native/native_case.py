@@ -120,6 +120,7 @@ class Case:
         rep = heads // self.kv_heads
         out = np.zeros((batch, heads, queries, self.value_dim))
         limit = min((w for w in (self.window, getattr(mask, "window", None)) if w is not None), default=None)
+        keep = self.keep if limit == self.window else 0
         for row, (context, query_len) in enumerate(zip(self.contexts, self.query_lens or [], strict=True)):
             for head in range(heads):
                 scores = q[row, head, :query_len] @ keys[row, head // rep, :context].T * self.scale
@@ -131,7 +132,7 @@ class Case:
                 if mask is not None and not isinstance(mask, mx.array):
                     visible &= positions <= own
                 if limit is not None:
-                    visible &= (positions > own - (limit - self.keep)) | ((positions < self.keep) | (own < limit))
+                    visible &= (positions > own - (limit - keep)) | ((positions < keep) | (own < limit))
                 if isinstance(mask, mx.array):
                     whole = np.broadcast_to(np.array(mask), (batch, heads, queries, mask.shape[-1]))
                     part = whole[row, head, :query_len, :context]

@@ -62,6 +62,7 @@ def test_a_mask_narrows_the_window(backend: Any) -> None:
     check(Case([300, 50], 20, window=100), backend, PagedMask(30))
     check(Case([300, 50], 20), backend, PagedMask(30))
     check(Case([300, 50], 1, window=30), backend, PagedMask(100))
+    check(Case([300, 50], 1, window=60, keep=4), backend, PagedMask(30))
 
 
 @pytest.mark.parametrize("keep", [1, 4, 17])
