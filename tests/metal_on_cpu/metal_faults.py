@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from metal_case import TOLERANCE, Case, error, new_tokens, wide
 from msl_cpu.program import KernelError
+from tinykv_plugin.gather import GatherBackend
 from tinykv_plugin.kv_format import KVFormat
 
 
@@ -70,6 +71,13 @@ def attend_odd_dim(backend: Any) -> None:
 def attend_quantized(backend: Any) -> None:
     case = Case([20, 9], key_dim=96, value_dim=64, kv_format=KVFormat(5, 4, 32)).fill(backend)
     if not error(case.attend(backend), case.expected()) < TOLERANCE[mx.float32]:
+        raise WrongNumbersError
+
+
+def prefill(backend: Any) -> None:
+    """Kept tokens and newest ones of two rows, copied together for mlx's attention."""
+    case = Case([50, 26], window=24, keep=4).fill(backend)
+    if not error(case.attend(GatherBackend()), case.expected()) < TOLERANCE[mx.float32]:
         raise WrongNumbersError
 
 
@@ -362,6 +370,18 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
         Replace("attend", "u * K_ROW", "u * K_DIM"),
         WrongNumbersError,
         "",
+    ),
+    "prefill: the newest tokens from a wrong place": (
+        prefill,
+        Replace("gather", "column - kept + newest", "column - kept + newest - 1"),
+        WrongNumbersError,
+        "",
+    ),
+    "prefill: pages of another row": (
+        prefill,
+        Replace("gather", "block_table[row * block_table_shape[1]", "block_table[(1 - row) * block_table_shape[1]"),
+        KernelError,
+        "OUT OF BOUNDS: buffer 'key_pages'",
     ),
     "tokens of padding written": (write, Replace("write", "slot >= 0 &&", ""), KernelError, "OUT OF BOUNDS"),
     "keys written into values": (
