@@ -7,7 +7,7 @@ from typing import ClassVar
 from tinykv_plugin.hookspecs import hookimpl
 from tinykv_plugin.protocols import ModelAdapter
 
-from .family import FamilyAdapter, each
+from .family import VARIES, FamilyAdapter, each
 
 PLAIN = """
 apertus bitnet cohere ernie4_5 exaone gemma glm glm4 gpt2 gpt_neox gptj granite helium hunyuan_v1_dense internlm2
@@ -23,7 +23,9 @@ class LlamaLikeAdapter(FamilyAdapter):
     models: ClassVar = {
         **each(PLAIN),
         # Checkpoints may give some of their layers a window.
-        **each("llama mistral3 pixtral smollm3", direct=("full", "window")),
+        **each("llama pixtral smollm3", direct=("full", "window")),
+        # Of its language models one has latent attention: mistral4.
+        **each("mistral3", direct=("full", "window"), gathered={"full": VARIES}, latent=True),
         # Some of its blocks have no attention, others a cache and no use for it.
         **each("nemotron-nas", unused=True, per_layer=None),
     }
