@@ -7,6 +7,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 import oracle
 import pytest
 from found import Found, layers_of
@@ -101,6 +103,17 @@ def test_without_its_adapter_a_model_gives_the_same_or_the_plan_says_what_it_can
             PATHS[path](name, kv)
             kv.check()
     oracle.solo.cache_clear()
+
+
+@pytest.mark.parametrize("name", registry.NAMES)
+def test_quantized_weights_in_half_precision_are_what_the_adapter_expects(name: str) -> None:
+    """As checkpoints are; nothing is computed."""
+    model = registry.make(name, wide=True)
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model, group_size=32, bits=8, class_predicate=lambda _, part: registry.quantizable(part))
+    with tinykv.attach(model, attention="gather") as kv:
+        assert not any("expected" in line.reason for line in kv.plan), kv.plan[-1].reason
+        assert bool(kv.session.separate) == (name == "deepseek_v41")  # type: ignore[attr-defined]
 
 
 def only_general() -> PluginManager:

@@ -27,13 +27,9 @@ def test_equals_mlx_lms_own(name: str) -> None:
 def test_quantized_weights_make_no_difference(name: str) -> None:
     """Nearly all models are quantized, and some have other functions then."""
     model = registry.make(name, wide=True)
-    nn.quantize(model, group_size=32, bits=8, class_predicate=lambda _, part: quantizable(part))
+    nn.quantize(model, group_size=32, bits=8, class_predicate=lambda _, part: registry.quantizable(part))
     assert "Quantized" in str(model)
     unchanged(model)
-
-
-def quantizable(part: nn.Module) -> bool:
-    return hasattr(part, "to_quantized") and part.weight.shape[-1] % 32 == 0
 
 
 def test_another_language_model_in_the_same_file() -> None:
