@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import oracle
 import pytest
+from common import only_general
 from found import Found, layers_of
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import can_trim_prompt_cache
@@ -18,7 +18,7 @@ from paths import PATHS, quantized, save
 from tiny import registry
 
 import tinykv_plugin as tinykv
-from tinykv_plugin.manager import ENTRY_POINT_GROUP, PluginManager, default_manager
+from tinykv_plugin.manager import default_manager
 from tinykv_plugin.trace import ADDED_MASK
 
 # What can't be had, and why; the tests say so if it can after all.
@@ -121,14 +121,6 @@ def test_quantized_weights_in_half_precision_are_what_the_adapter_expects(name: 
     with tinykv.attach(model, attention="gather") as kv:
         assert not any("expected" in line.reason for line in kv.plan), kv.plan[-1].reason
         assert bool(kv.session.separate) == (name == "deepseek_v41")  # type: ignore[attr-defined]
-
-
-def only_general() -> PluginManager:
-    """Plugins as they would be without the adapters of mlx-lm's families."""
-    wanted = ("paged", "dense", "gather", "general")
-    return PluginManager(
-        [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name in wanted], disabled=()
-    )
 
 
 def used(kv: tinykv.Attachment) -> list[Any]:

@@ -7,12 +7,12 @@ import copy
 import mlx.core as mx
 import numpy as np
 import pytest
+from common import only_general
 from mlx_lm.generate import BatchGenerator, _merge_caches
 from mlx_lm.models import deepseek_v41
 from mlx_lm.models.cache import can_trim_prompt_cache
 from oracle import PROMPTS, feed, prompt, solo, staggered
 from paths import PATHS, close, same
-from test_architectures import only_general
 from tiny import registry
 
 import tinykv_plugin as tinykv
