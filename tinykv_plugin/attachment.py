@@ -115,10 +115,11 @@ class Attachment:
                 context = self._context
                 if self._budget_of is not None:
                     context = replace(context, shares_budget_of=self._budget_of.session)
-                self._session = self._provider.open(context)
-                self._budget_of = None
-                if getattr(self._session, "separate", ""):
+                session = self._provider.open(context)
+                if getattr(session, "separate", ""):
                     self._replace(Replacement(type(self.model), "__call__", separately))
+                self._session = session
+                self._budget_of = None
             return self._session
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:

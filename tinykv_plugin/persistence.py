@@ -125,6 +125,7 @@ def adopt(cache: list[Any], kv: Attachment, source: object = "this prompt cache"
         mx.eval([leaf.state for leaf in expected if isinstance(leaf, PagedKVCache)])
     kept = {i: leaf for i, leaf in enumerate(own) if not isinstance(expected[i], PagedKVCache | UnusedCache)}
     cache[:] = layout.replace_leaves(paged, kept)
+    session.guard(cache)
 
 
 def _model_of(cache: Sequence[Any]) -> str:

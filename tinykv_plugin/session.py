@@ -204,10 +204,14 @@ class PagedSession:
         ours: dict[int, Any] = {layer.index: self.single(layer, row) for layer in self.layers}
         ours |= {index: UnusedCache() for index in self._plan.unused}
         made = replace_leaves(self._context.own_cache(), {**ours, **others})
-        own = leaves(made)
+        self.guard(made)
+        return made
+
+    def guard(self, caches: Sequence[Any]) -> None:
+        """Have the caches without pages in a request's list refuse what they would do wrong; modifies them."""
+        own = leaves(caches)
         for index in self.stateful:
             guard(own[index], bool(self.separate))
-        return made
 
     def retentions(self, max_kv_size: int | None) -> list[Retention]:
         """What a request keeps in each group. mlx-lm's size limit keeps the first :data:`KEPT_TOKENS` tokens."""

@@ -13,6 +13,7 @@ from .general import GeneralAdapter, model_file
 
 RECURRENT = "ArraysCache"
 UNUSED = "never written"
+VARIES = "anything but their shape"
 ONE_HEAD = " with one K/V head"
 
 
@@ -21,7 +22,8 @@ class Expected:
     """The caches that a model of mlx-lm has and what it does with them.
 
     ``direct``: kinds of layers whose K/V are left to attention. ``gathered``: what the model itself uses of the others'
-    ("values.swapaxes"), for each kind; with ``latent`` these have one K/V head, shared by all query heads.
+    ("values.swapaxes"), for each kind (:data:`VARIES`: that depends on its settings and on how its weights are
+    quantized); with ``latent`` these have one K/V head, shared by all query heads.
     ``own``: mlx-lm's classes of caches that are kept as they are. ``unused``: some caches are never written.
     ``per_layer``: caches for each of the model's layers (None: not every layer has its own).
     """
@@ -38,7 +40,7 @@ class Expected:
         heads = ONE_HEAD if self.latent else ""
         return [
             *(f"{kind} read directly" for kind in self.direct),
-            *(f"{kind}{heads} gathered (the model uses {what})" for kind, what in self.gathered.items()),
+            *(f"{kind}{heads} gathered{_because(what)}" for kind, what in self.gathered.items()),
             *map(_kept, self.own),
             *([UNUSED] if self.unused else []),
         ]
@@ -52,7 +54,14 @@ class Expected:
         if not layer.touched:
             return f"{layer.kind} read directly"
         heads = ONE_HEAD if self.latent and layer.kv_heads == 1 else ""
+        # The shape of keys is no business of the model's unless it is expected: in a batch it is the longest row's.
+        if self.gathered.get(layer.kind) == VARIES and ".shape" not in layer.touched:
+            return f"{layer.kind}{heads} gathered"
         return f"{layer.kind}{heads} gathered ({layer.touched})"
+
+
+def _because(what: str) -> str:
+    return "" if what == VARIES else f" (the model uses {what})"
 
 
 def _kept(cache: str) -> str:

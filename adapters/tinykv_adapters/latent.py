@@ -7,7 +7,7 @@ from typing import ClassVar
 from tinykv_plugin.hookspecs import hookimpl
 from tinykv_plugin.protocols import ModelAdapter
 
-from .family import RECURRENT, FamilyAdapter, each
+from .family import RECURRENT, VARIES, FamilyAdapter, each
 
 # The model multiplies the latent vectors into its scores and values itself, so that they are gathered for it.
 ABSORBED = {"direct": (), "gathered": {"full": "values.swapaxes"}, "latent": True}
@@ -23,7 +23,7 @@ class LatentAdapter(FamilyAdapter):
         # They write out the heads' keys and values.
         **each("deepseek_v2 minicpm3 youtu_llm"),
         **each("deepseek_v3 glm4_moe_lite kimi_k25 kimi_vl", **ABSORBED),
-        **each("mistral4", direct=(), gathered={"full": "keys in arithmetic"}, latent=True),
+        **each("mistral4", direct=(), gathered={"full": VARIES}, latent=True),
         **each("longcat_flash", **ABSORBED, per_layer=2),
         **each("longcat_flash_ngram", **ABSORBED, own=(RECURRENT,), per_layer=None),
         **each("deepseek_v32 glm_moe_dsa", **INDEXED),

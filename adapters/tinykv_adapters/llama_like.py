@@ -7,12 +7,12 @@ from typing import ClassVar
 from tinykv_plugin.hookspecs import hookimpl
 from tinykv_plugin.protocols import ModelAdapter
 
-from .family import FamilyAdapter, each
+from .family import VARIES, FamilyAdapter, each
 
 PLAIN = """
 apertus bitnet cohere ernie4_5 exaone gemma glm glm4 gpt2 gpt_neox gptj granite helium hunyuan_v1_dense internlm2
 internlm3 lille-130m llama4_text mimo minicpm nanbeige nanochat nemotron olmo2 openelm phi phi3 qwen qwen2 qwen2_vl
-qwen3 qwen3_vl seed_oss stablelm starcoder2 talkie telechat3
+qwen3 qwen3_vl seed_oss smollm3 stablelm starcoder2 talkie telechat3
 """
 
 
@@ -23,7 +23,9 @@ class LlamaLikeAdapter(FamilyAdapter):
     models: ClassVar = {
         **each(PLAIN),
         # Checkpoints may give some of their layers a window.
-        **each("llama mistral3 pixtral smollm3", direct=("full", "window")),
+        **each("llama pixtral", direct=("full", "window")),
+        # Of its language models one has latent attention: mistral4.
+        **each("mistral3", direct=("full", "window"), gathered={"full": VARIES}, latent=True),
         # Some of its blocks have no attention, others a cache and no use for it.
         **each("nemotron-nas", unused=True, per_layer=None),
     }

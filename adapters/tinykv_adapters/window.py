@@ -25,7 +25,7 @@ class WindowAdapter(FamilyAdapter):
         # The last layers attend to an earlier layer's K and V, which are handed to them.
         **each("gemma4 gemma4_text", direct=BOTH, per_layer=None),
         # Each layer is run more than once, with a cache each time.
-        **each("iquestloopcoder", direct=BOTH, per_layer=2),
+        **each("iquestloopcoder", direct=BOTH, per_layer=None),
     }
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from typing import Any
 
 from paths import PATHS
 from tiny import registry
 
 import tinykv_plugin as tinykv
-from tinykv_plugin.manager import default_manager
+from tinykv_plugin.manager import ENTRY_POINT_GROUP, PluginManager, default_manager
 from tinykv_plugin.protocols import SeenLayer, VerifyingAdapter
 
 # Short, and what an adapter is most likely to break; tests/archs/test_architectures.py has them all.
@@ -31,6 +32,14 @@ def restored(owner: Any, name: str = "__call__") -> Iterator[None]:
     before = vars(owner)[name]
     yield
     assert vars(owner)[name] is before
+
+
+def only_general() -> PluginManager:
+    """Plugins as they would be without the adapters of mlx-lm's families."""
+    wanted = ("paged", "dense", "gather", "general")
+    return PluginManager(
+        [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name in wanted], disabled=()
+    )
 
 
 def served_as_expected(name: str, adapter: str) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import mlx.nn as nn
 import pytest
 from common import ABSORBED, DIRECT, EXPANDED, UNKNOWN, compare, differences, served_as_expected
-from tiny import registry
+from tiny import latent, registry
 
 import tinykv_plugin as tinykv
 from tinykv_adapters.latent import LatentAdapter
@@ -18,6 +21,27 @@ def test_models_are_served_as_expected(name: str) -> None:
 @pytest.mark.parametrize("name", ["deepseek_v3", "minicpm3"])
 def test_equals_mlx_lms_own(name: str) -> None:
     compare(name, ("single", "batch"))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "mistral4", "deepseek_v32", "kimi_linear"])
+def test_quantized_weights_make_no_difference(name: str) -> None:
+    """Nearly all models are quantized, and some have other functions then."""
+    model = registry.make(name, wide=True)
+    nn.quantize(model, group_size=32, bits=8, class_predicate=lambda _, part: registry.quantizable(part))
+    assert "Quantized" in str(model)
+    unchanged(model)
+
+
+def test_another_language_model_in_the_same_file() -> None:
+    text = latent.text(model_type="mistral4", rope_parameters=latent.SCALED_ROPE)
+    unchanged(registry.make("mistral3", **text))
+
+
+def unchanged(model: Any) -> None:
+    """The model does what its adapter expects, and is batched."""
+    with tinykv.attach(model, attention="gather") as kv:
+        assert not any("expected" in line.reason for line in kv.plan), kv.plan[-1].reason
+        assert not kv.session.separate  # type: ignore[attr-defined]
 
 
 def test_what_an_indexer_counts_is_known_and_batched() -> None:

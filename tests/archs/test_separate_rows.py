@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from common import only_general
 from mlx_lm.generate import BatchGenerator, _merge_caches
 from mlx_lm.models import deepseek_v41
 from mlx_lm.models.cache import can_trim_prompt_cache
 from oracle import PROMPTS, feed, prompt, solo, staggered
 from paths import PATHS, close, same
-from test_architectures import only_general
 from tiny import registry
 
 import tinykv_plugin as tinykv
@@ -76,9 +77,16 @@ def test_rows_of_a_batch_are_padded_joined_taken_out_and_left_alone() -> None:
         assert [row.offset for row in batch[0].rows] == [4, 0]
 
 
-def test_a_cache_that_says_it_can_be_trimmed_and_reads_what_it_has_dropped_is_not_asked() -> None:
+def test_a_cache_that_says_it_can_be_trimmed_and_reads_what_it_has_dropped_is_not_asked(tmp_path: Path) -> None:
     """llama4's own caches let go of chunks, and then take tokens back (R39)."""
     model = registry.shared("llama4")
     with tinykv.attach(model, attention="gather", plugins=only_general()) as kv:
         assert [line.kind for line in kv.plan] == ["dense"] * 3 + ["full"]
-        assert not can_trim_prompt_cache(kv.make_cache())
+        cache = kv.make_cache()
+        assert not can_trim_prompt_cache(cache)
+        feed(model, cache, prompt(12))
+        tinykv.save_prompt_cache(tmp_path / "cache.safetensors", cache)
+        loaded = tinykv.load_prompt_cache(tmp_path / "cache.safetensors", kv=kv)
+        assert not can_trim_prompt_cache(loaded)
+        batch = _merge_caches([loaded, cache])
+        assert [row.offset for row in batch[0].rows] == [12, 12]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from common import ABSORBED, DIRECT, WINDOWED, compare, differences, served_as_expected
+from common import ABSORBED, DIRECT, WINDOWED, compare, differences, only_general, served_as_expected
 from mlx_lm.models.cache import make_prompt_cache
 from oracle import difference, feed, prompt
 from tiny import registry
@@ -31,8 +31,9 @@ def test_what_is_not_expected_is_named() -> None:
 
 def test_equals_mlx_lms_own_with_caches_as_wide_as_its_masks() -> None:
     compare("plamo3")
-    with tinykv.attach(registry.shared("plamo3"), attention="gather") as kv:
-        assert [line.window for line in kv.plan] == [9, None, 9, None]
+    for plugins in (None, only_general()):
+        with tinykv.attach(registry.shared("plamo3"), attention="gather", plugins=plugins) as kv:
+            assert [line.window for line in kv.plan] == [9, None, 9, None], "what its masks say, not its caches"
 
 
 def test_equals_the_model_without_caches_however_the_prompt_is_cut() -> None:

@@ -13,6 +13,16 @@ def use_plain(module: ModuleType) -> None:
     if not mx.metal.is_available():
         for function in _FUNCTIONS:
             setattr(module, function.__name__, function)
+        vars(module)["mx"] = _Float32()
+
+
+class _Float32:
+    """mlx without bfloat16: what is rounded to it in the middle of the model can't be compared in float32."""
+
+    bfloat16 = mx.float32
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(mx, name)
 
 
 def pre_norm(stream: mx.array, norm: Any, *, dtype: mx.Dtype) -> mx.array:

@@ -9,6 +9,7 @@ import pkgutil
 import sys
 import types
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 import mlx.core as mx
@@ -115,6 +116,12 @@ def widened(config: Config) -> Config:
         key: widened(value) if isinstance(value, dict) else value * _WIDTHS.get(key, 1) if type(value) is int else value
         for key, value in config.items()
     }
+
+
+def quantizable(part: Any) -> bool:
+    """Whether ``nn.quantize`` can quantize a module's weights in groups of 32."""
+    function = getattr(part, "to_quantized", None)
+    return function is not None and "mode" in signature(function).parameters and part.weight.shape[-1] % 32 == 0
 
 
 @functools.lru_cache(maxsize=2)

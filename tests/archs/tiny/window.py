@@ -105,10 +105,4 @@ CONFIGS: dict[str, Config] = {
     },
 }
 
-# Families whose window is a setting that checkpoints may leave out.
-VARIANTS: dict[str, tuple[str, Config]] = {
-    "llama with a window": ("llama", WINDOWED),
-    "smollm3 with a window": ("smollm3", WINDOWED | {"no_rope_layer_interval": 2}),
-}
-
 assert BASE["num_hidden_layers"] == 2
