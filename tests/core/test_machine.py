@@ -198,7 +198,7 @@ class RequestsMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 5))
     def evict(self, count: int) -> None:
         cached = self.session.stats().pages_cached
-        freed = self.session.prefix.evict(count)
+        freed = self.session.prefix.eviction.evict(count)
         # A page's whole node goes, in every group.
         assert min(cached, count) <= freed <= cached
         assert self.session.stats().pages_cached == cached - freed
