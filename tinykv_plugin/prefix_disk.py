@@ -9,9 +9,10 @@ import mlx.core as mx
 
 from .compaction import provide_room
 from .metadata import PagedKVMetadata
+from .page_index import StoredPage
 from .pool import allocate_each
 from .prefix_cut import Cut
-from .prefix_store import PrefixStore, StoredPage
+from .prefix_store import PrefixStore
 from .prefix_tree import TOKEN_BYTES, Match, PrefixNode, page_hash
 from .step import GroupStep
 

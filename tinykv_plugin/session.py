@@ -233,7 +233,7 @@ class PagedSession:
         return PagedKVCache(self, layer, row)
 
     def check_room(self, rows: Sequence[PagedSequence], query_lens: Sequence[int]) -> None:
-        """Raise OutOfPagesError or PoolGrowthError where :meth:`begin` would; see :func:`reserve` for what may change."""
+        """Raise OutOfPagesError or PoolGrowthError where :meth:`begin` would; :func:`reserve` says what may change."""
         with self.lock:
             self.enter()
             short = self._short_of_slots(rows, query_lens)
