@@ -27,8 +27,6 @@ log = logging.getLogger("tinykv")
 # Pages that may wait to be written: further ones are not written, so that generation never waits for the disk.
 MAX_WAITING = 64
 CHECKSUM_BYTES = 16
-# What is made free on a full disk at least.
-LEAST_FREED = 1 << 16
 # A file without an entry that is older than this was left by a process that was killed.
 ORPHAN_SECONDS = 3600.0
 
@@ -107,6 +105,8 @@ class PrefixStore:
         """
         known = self.find(key, tokens)
         if known is not None and known.has_all(groups, states is not None):
+            if wait:  # in the order of use, like those that are written
+                self._submit(lambda index: index.touch([key]), wait)
             return
         if not wait and self._jobs.full():
             self.skipped += 1
@@ -178,11 +178,11 @@ class PrefixStore:
             return
         path, state_path = self._path(key), self._state_path(key)
         path.parent.mkdir(exist_ok=True)
-        size = self._place(index, path, lambda temporary: mx.save_safetensors(temporary, arrays))
+        size = self._place(path, lambda temporary: mx.save_safetensors(temporary, arrays))
         checksum = _checksum(path.read_bytes())
         if states is not None:
             write = lambda temporary: mlx_cache.save_prompt_cache(temporary, list(states))  # noqa: E731
-            size += self._place(index, state_path, write)
+            size += self._place(state_path, write)
             checksum += _checksum(state_path.read_bytes())
         elif known is not None and known.state is not None:
             size += state_path.stat().st_size
@@ -192,24 +192,11 @@ class PrefixStore:
         if over > 0:
             self._forget(index, index.least_used(over))
 
-    def _place(self, index: PageIndex, path: Path, write: Callable[[str], object]) -> int:
-        """Have ``write`` fill a file that appears at ``path`` whole or not at all; returns its size.
-
-        On a full disk the least recently used pages go, as they do when there are too many.
-        """
+    def _place(self, path: Path, write: Callable[[str], object]) -> int:
+        """Have ``write`` fill a file that appears at ``path`` whole or not at all; returns its size."""
         temporary = path.with_name(f".{secrets.token_hex(8)}.safetensors")
         try:
-            try:
-                write(os.fspath(temporary))
-            except (OSError, RuntimeError):
-                lacking = 4 * (temporary.stat().st_size if temporary.exists() else 0) + LEAST_FREED
-                temporary.unlink(missing_ok=True)
-                old = index.least_used(lacking)
-                if not old:
-                    raise
-                self._unlink(old)  # first: without any room the index can't be changed
-                index.forget(old)
-                write(os.fspath(temporary))
+            write(os.fspath(temporary))
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -217,9 +204,6 @@ class PrefixStore:
 
     def _forget(self, index: PageIndex, keys: Sequence[bytes]) -> None:
         index.forget(keys)
-        self._unlink(keys)
-
-    def _unlink(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             self._path(key).unlink(missing_ok=True)
             self._state_path(key).unlink(missing_ok=True)

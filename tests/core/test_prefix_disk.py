@@ -319,28 +319,6 @@ def test_a_locked_index_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.M
     assert assert_as_cold(attached(tmp_path), [*models.prompt(80), 1]) == 80
 
 
-def test_on_a_full_disk_the_oldest_pages_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = 9 * 5000  # of twelve pages
-
-    def write(name: str, arrays: dict[str, Any]) -> None:
-        save(name, arrays)
-        if sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors")) > room:
-            raise RuntimeError("[write] Unable to write 746 bytes to file.")
-
-    save = mx.save_safetensors
-    monkeypatch.setattr(prefix_store.mx, "save_safetensors", write)
-    monkeypatch.setattr(prefix_store, "LEAST_FREED", 1)
-    with attached(tmp_path) as kv:
-        for seed in range(3):
-            store(kv, models.prompt(16, seed))
-            kv.prefix_cache.flush()
-    monkeypatch.undo()
-    kv = attached(tmp_path)
-    assert assert_as_cold(kv, [*models.prompt(16, 2), 1]) == 16
-    assert assert_as_cold(kv, [*models.prompt(16, 0), 1]) < 16
-    assert sum(path.stat().st_size for path in files(tmp_path)) <= room
-
-
 def test_a_page_is_not_written_again_with_less(tmp_path: Path) -> None:
     """Two jobs for one page wait: the first has the states, the second comes from a time when they had given way."""
     store = PrefixStore(tmp_path, 1 << 20)
