@@ -61,7 +61,7 @@ def check_alone(model: Any, **settings: Any) -> None:
         with attach(model, 1000, **settings) as kv:
             expected = greedy(model, PROMPT, 4, kv.make_cache(), prefill_step_size=CHUNK)
     least, moved = least_pages(model, **settings), 0
-    for pages in range(least, least + 9, 2):
+    for pages in range(least, least + 9, 4):
         with attach(model, pages, **settings) as kv:
             crowd(model, kv)
             cache, rest = kv.prefix_cache.fetch(PROMPT)

@@ -238,7 +238,10 @@ def find_room(pools: Sequence[PagePool], needed: Sequence[int], last_try: bool) 
         if limit is not None and pool.allocator.used + count > limit:
             free = limit - pool.allocator.used
             raise OutOfPagesError(count, free, limit, pool.page_bytes, pool.page_size, "max_pages", evictable=evictable)
-    would_fit = sum((pool.allocator.used + wanted.get(pool, 0)) * pool.page_bytes for pool in [*budget.pools])
+    would_fit = sum(
+        (pool.allocator.used - pool.allocator.cached_only + wanted.get(pool, 0)) * pool.page_bytes
+        for pool in [*budget.pools]
+    )
     for (pool, count), lacking in zip(wanted.items(), missing, strict=True):
         if lacking > room:
             total = pool.allocator.capacity + room // pool.page_bytes

@@ -5,41 +5,22 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from . import layout
 from .cache import PagedKVCache
-from .errors import CacheStateError, OutOfPagesError, PoolGrowthError
+from .errors import CacheStateError
 from .fingerprint import ModelFingerprint
-from .pool import find_room
+from .prefix_counts import PrefixCounts
 from .prefix_cut import Cut, best_cut
 from .prefix_disk import PrefixDisk
+from .prefix_eviction import PrefixEviction
 from .prefix_index import PrefixIndex, States
 from .prefix_tree import token_bytes
 
 if TYPE_CHECKING:
     from .sequence import PagedSequence
     from .session import PagedSession
-
-T = TypeVar("T")
-
-
-@dataclass
-class PrefixCounts:
-    """What happened so far.
-
-    Tokens of prompts that were found (``hit_tokens``) and not (``missed_tokens``), prompts of which something was found
-    (``hits``) and not (``misses``), tokens that came from the disk (``disk_tokens``, among those found), tokens that
-    were stored but could not be used (``refused``), by reason.
-    """
-
-    hit_tokens: int = 0
-    missed_tokens: int = 0
-    hits: int = 0
-    misses: int = 0
-    disk_tokens: int = 0
-    refused: dict[str, int] = field(default_factory=dict)
 
 
 class PrefixCache:
@@ -57,7 +38,7 @@ class PrefixCache:
     ) -> None:
         self.counts = PrefixCounts()
         self.index = PrefixIndex(session, state_bytes)
-        self._share = share
+        self.eviction = PrefixEviction(session, self.index, share)
         self._session = session
         self._disk = disk
         self._fingerprint = ModelFingerprint(model)
@@ -145,14 +126,14 @@ class PrefixCache:
         """
         self._disk = self.index.on_evict = None
         if not same_layers:
-            self._share = 0.0
+            self.eviction.share = 0.0
 
     # For the generator and the server -------------------------------------------------------------------------------
 
     @property
     def enabled(self) -> bool:
         """Whether anything is stored (the setting ``prefix_cache``)."""
-        return self._share > 0
+        return self.eviction.share > 0
 
     @property
     def entries(self) -> int:
@@ -201,7 +182,7 @@ class PrefixCache:
             cut, found = self._find(asked, max_kv_size)
             row = session.new_sequence(max_kv_size)
             if self._disk is not None and self._disk.stored(cut):
-                loaded = self._disk.load(cut, row, self.with_room) if may_load() else None
+                loaded = self._disk.load(cut, row, self.eviction.with_room) if may_load() else None
                 if loaded is None:  # the files are gone, or there is no room: what is in memory has to do
                     cut, found = self._find(asked, max_kv_size, in_memory=True)
                 else:
@@ -215,18 +196,13 @@ class PrefixCache:
             if counted:
                 self.count(cut.tokens, len(tokens) - cut.tokens)
                 if found > cut.tokens and cut.reason:
-                    refused = self.counts.refused
-                    refused[cut.reason] = refused.get(cut.reason, 0) + found - cut.tokens
+                    self.counts.refuse(cut.reason, found - cut.tokens)
             others = {index: copy.deepcopy(state) for index, state in (cut.states or {}).items()}
             return session.caches(row, others), list(tokens[cut.tokens :]), cut.tokens
 
     def count(self, found: int, missed: int) -> None:
         """Of a prompt ``found`` tokens were stored, ``missed`` are run."""
-        counts = self.counts
-        counts.hit_tokens += found
-        counts.missed_tokens += missed
-        counts.hits += found > 0
-        counts.misses += not found
+        self.counts.add(found, missed)
 
     def keep(self, tokens: Sequence[int], row: PagedSequence, states: States, tail: bool = True) -> int:
         """Store the pages of ``row``, which hold ``tokens``; ``states`` has the caches of layers without pages.
@@ -237,59 +213,8 @@ class PrefixCache:
         if not self.enabled:
             return 0
         count = self.index.keep(self._salt(row.max_kv_size), tokens, row, states, tail)
-        self.keep_within()
+        self.eviction.keep_within()
         return count
-
-    # Room -----------------------------------------------------------------------------------------------------------
-
-    def keep_within(self) -> None:
-        """Evict what is beyond the cache's share of the budget; not in a transaction."""
-        if self._session.journal.is_open:
-            return
-        limit = int(self._share * self._session.budget.total)
-        while self.index.evictable_bytes > limit and self.index.evict(1):
-            pass
-
-    def make_room(self, needed: Sequence[int]) -> bool:
-        """Evict until ``needed`` pages of each group fit into the budget; False, with nothing evicted, if they can't.
-
-        The session's lock is held and no transaction is open.
-        """
-        try:
-            self.with_room(lambda: find_room(self._session.pools, needed, last_try=False))
-        except OutOfPagesError:
-            return False
-        return True
-
-    def with_room(self, attempt: Callable[[], T]) -> T:
-        """What ``attempt`` returns; pages are evicted, a few at a time, for as long as it runs out of them.
-
-        Raises what it raises when there is nothing left to evict, or when that wouldn't do. No transaction is open.
-        """
-        while True:
-            try:
-                return attempt()
-            except OutOfPagesError as error:
-                if not error.evictable or not self._give_way(max(1, error.needed - error.free)):
-                    raise
-            except PoolGrowthError:
-                if not self._give_way(1):
-                    raise
-
-    def _give_way(self, count: int) -> bool:
-        """Evict pages, of other models that share the budget if there are none here; False if none were."""
-        others = (session.prefix for session in [*self._session.budget.sessions] if session is not self._session)
-        return any(prefix.index.evict(count) for prefix in (self, *others))
-
-    def evict(self, count: int) -> int:
-        """Free ``count`` pages that nobody else holds, or what there is; returns how many."""
-        with self._session.lock:
-            return self.index.evict(count)
-
-    def evict_prompt(self) -> bool:
-        """Evict the least recently used prompt, up to where others branch off; False if nothing was stored."""
-        with self._session.lock:
-            return self.index.evict_prompt()
 
     # Finding --------------------------------------------------------------------------------------------------------
 

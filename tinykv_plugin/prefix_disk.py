@@ -9,9 +9,10 @@ import mlx.core as mx
 
 from .compaction import provide_room
 from .metadata import PagedKVMetadata
+from .page_index import StoredPage
 from .pool import allocate_each
 from .prefix_cut import Cut
-from .prefix_store import PrefixStore, StoredPage
+from .prefix_store import PrefixStore
 from .prefix_tree import TOKEN_BYTES, Match, PrefixNode, page_hash
 from .step import GroupStep
 
@@ -63,28 +64,30 @@ class PrefixDisk:
         states = self._load_states(last) if isinstance(last, StoredPage) and session.stateful else cut.states or {}
         if any(file is None or not self._fits(file) for file in files.values()) or states is None:
             return None
-        shared = [
-            [cut.nodes[logical].pages[group] for logical in logicals if logical < first]
-            for group, logicals in enumerate(held)
-        ]
-        for pool, pages in zip(pools, shared, strict=True):
-            pool.allocator.share(pages)  # so that they are not evicted to make room
-        needed = [len(logicals) - len(pages) for logicals, pages in zip(held, shared, strict=True)]
+        # What is in memory is held by a request, so that it isn't evicted to make room, and is followed if it moves.
+        holding = session.new_sequence(None)
+        for group, table in enumerate(holding.tables):
+            pages = [cut.nodes[logical].pages[group] for logical in held[group] if logical < first]
+            pools[group].allocator.share(pages)
+            table.append(pages)
+        needed = [len(logicals) - len(table.pages) for logicals, table in zip(held, holding.tables, strict=True)]
         savepoint = None
         try:
             with_room(lambda: provide_room(pools, needed))
             savepoint = journal.savepoint()
             fresh = allocate_each(pools, needed)
             for group, table in enumerate(row.tables):
-                table.open_at(cut.floors[group], cut.tokens, shared[group] + fresh[group])
+                table.open_at(cut.floors[group], cut.tokens, [*holding.tables[group].pages, *fresh[group]])
                 self._write(row, group, [logical for logical in held[group] if logical >= first], files)
         except Exception:
             if savepoint is not None:
                 journal.rollback(savepoint)
-            for pool, pages in zip(pools, shared, strict=True):
-                pool.allocator.release(pages)
+            for table in holding.tables:
+                table.truncate(0)
             return None
         journal.commit(savepoint)
+        for table in holding.tables:
+            table.hand_over()
         row.tokens = cut.tokens
         row.version += 1
         mx.eval([layer.state() for pool in pools for layer in pool.layers.values()])

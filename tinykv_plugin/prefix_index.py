@@ -220,13 +220,17 @@ class PrefixIndex:
             if self.on_evict is not None:
                 self.on_evict(oldest)
             self._drop_states(oldest)
-            self._prune(oldest)
+            self._prune(oldest, evicted=True)
 
-    def _prune(self, node: PrefixNode) -> None:
-        """Take out a node that has nothing to offer any more, and its ancestors like it."""
+    def _prune(self, node: PrefixNode, evicted: bool = False) -> None:
+        """Take out a node that has nothing to offer any more, and its ancestors like it; of these it tells, if asked.
+
+        Without its ancestors, what was evicted would not be found again on disk.
+        """
+        leaf = node
         while node.parent is not None and not node.children and node.state is None and max(node.pages, default=-1) < 0:
             parent = node.parent
-            self._drop(node)
+            self._drop(node, evicted and node is not leaf)
             node = parent
 
     def _drop_states(self, node: PrefixNode) -> None:

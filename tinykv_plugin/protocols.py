@@ -119,7 +119,10 @@ class AttentionBackend(Protocol):
         ...
 
     def copy_pages(self, pages: LayerPages, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole pages for copy-on-write, in order. Modifies ``pages``."""
+        """Copy whole pages, in order: for copy-on-write, and to move them. Modifies ``pages``.
+
+        Raises MemoryError or RuntimeError if the memory can't be had; what is in the target pages doesn't matter then.
+        """
         ...
 
     def attend(

@@ -42,7 +42,7 @@ def fill(session: PagedSession, row: PagedSequence, tokens: int, held: Mapping[i
         for group in range(len(session.pools))
     ]
     needed = [table.pages_from(floor, tokens) for table, floor in zip(row.tables, floors, strict=True)]
-    session.prefix.with_room(lambda: provide_room(session.pools, needed))
+    session.prefix.eviction.with_room(lambda: provide_room(session.pools, needed))
     savepoint = session.journal.savepoint()
     try:
         for table, floor, pages in zip(row.tables, floors, allocate_each(session.pools, needed), strict=True):

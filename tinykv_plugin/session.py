@@ -6,9 +6,9 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 
@@ -17,7 +17,7 @@ from .audit import audit
 from .block_table import BlockTable
 from .cache import PagedKVCache
 from .distributed import alike, is_divided, smallest, world
-from .errors import CacheStateError, ConfigError, OutOfPagesError
+from .errors import CacheStateError, ConfigError
 from .hookspecs import RequestFreed
 from .journal import Journal
 from .kv_format import KVFormat
@@ -40,8 +40,6 @@ from .table import PageTable, Retention
 from .unused import UnusedCache
 
 log = logging.getLogger("tinykv")
-
-T = TypeVar("T")
 
 # Tokens at the start that a size limit keeps, as mlx-lm's make_prompt_cache does.
 KEPT_TOKENS = 4
@@ -239,14 +237,14 @@ class PagedSession:
         return PagedKVCache(self, layer, row)
 
     def check_room(self, rows: Sequence[PagedSequence], query_lens: Sequence[int]) -> None:
-        """Raise OutOfPagesError or PoolGrowthError where :meth:`begin` would. Nothing is changed but pools may grow."""
+        """Raise OutOfPagesError or PoolGrowthError where :meth:`begin` would; :func:`reserve` says what may change."""
         with self.lock:
             self.enter()
             short = self._short_of_slots(rows, query_lens)
             if short:
                 needed = [query_lens[index] for index in short]
                 needy = [rows[index] for index in short]
-                self._with_room(needy, lambda: reserve(self.pools, self.journal, needy, needed, commit=False))
+                self._reserve(needy, needed, commit=False)
 
     def begin(self, rows: Sequence[PagedSequence], query_lens: Sequence[int], width: int) -> Step:
         """Start a forward pass: reserve the pages of all rows in all groups, or none.
@@ -260,7 +258,7 @@ class PagedSession:
             needy = [rows[index] for index in short]
             needed = [query_lens[index] for index in short]
             try:
-                self.cow_copies += self._with_room(needy, lambda: reserve(self.pools, self.journal, needy, needed))
+                self.cow_copies += self._reserve(needy, needed)
             except Exception:
                 for row in rows:
                     row.broken = True  # layers before the first paged one have gone on
@@ -348,25 +346,13 @@ class PagedSession:
             if freed:
                 self.emit("tinykv_request_freed", RequestFreed(tokens, freed))
             if threading.get_ident() == self._thread:
-                self.prefix.keep_within()  # what gives way may have to be read
+                self.prefix.eviction.keep_within()  # what gives way may have to be read
 
-    def _with_room(self, rows: Sequence[PagedSequence], attempt: Callable[[], T]) -> T:
-        """What ``attempt`` returns; stored prompts give way, at last those whose end is in a page of ``rows``.
-
-        Such a page would have to be copied.
-        """
-        try:
-            return self.prefix.with_room(attempt)
-        except OutOfPagesError:
-            tails = [
-                (group, table.pages[row.tokens // table.page_size])
-                for row in rows
-                for group, table in enumerate(row.tables)
-                if row.tokens // table.page_size < len(table.pages)
-            ]
-            if not self.prefix.index.let_go(tails):
-                raise
-            return self.prefix.with_room(attempt)
+    def _reserve(self, rows: Sequence[PagedSequence], query_lens: Sequence[int], commit: bool = True) -> int:
+        """As :func:`reserve`; stored prompts give way."""
+        return self.prefix.eviction.with_room_for(
+            rows, lambda: reserve(self.pools, self.journal, rows, query_lens, commit)
+        )
 
     def live_sequences(self) -> list[PagedSequence]:
         """The requests there are; ``lock`` is held, but other threads may be dropping requests meanwhile."""

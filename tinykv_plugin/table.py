@@ -154,6 +154,11 @@ class PageTable:
         self.pages[logical] = page
         return old
 
+    def hand_over(self) -> None:
+        """Another table lists these pages in place of this one; not in a transaction."""
+        assert not self._journal.is_open
+        self.pages = array("i")
+
     def follow(self, moved: Iterable[tuple[int, int]]) -> None:
         """Logical pages have moved: for each its new page. For all who share the table; between transactions only."""
         assert not self._journal.is_open

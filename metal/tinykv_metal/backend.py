@@ -67,8 +67,8 @@ class MetalBackend:
         keys = _resized(pages.keys, key_shape, key_dtype)
         values = _resized(pages.values, value_shape, value_dtype)
         mx.eval(keys, values)
+        # ``last_read`` stays: with a few pages fewer, mlx may go on with the same buffer.
         pages.keys, pages.values = keys, values
-        pages.last_read = None
         pages.copy_out = self._copy_out
 
     def write(self, metadata: PagedKVMetadata, keys: mx.array, values: mx.array) -> None:

@@ -5,6 +5,7 @@ Faults are injected at every allocation, growth and copy. In a second machine pa
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from typing import Any, ClassVar
@@ -12,9 +13,10 @@ from typing import Any, ClassVar
 import hypothesis.strategies as st
 from bookkeeping import Fault, Faults, WriteFault, held, make_session, tensor
 from hypothesis import settings
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from tinykv_plugin.batch_cache import BatchPagedKVCache
+from tinykv_plugin.compaction import SPARE, compact
 from tinykv_plugin.errors import CacheStateError, OutOfPagesError, PoolGrowthError
 
 FAILURES = (Fault, OutOfPagesError, PoolGrowthError)
@@ -198,7 +200,7 @@ class RequestsMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 5))
     def evict(self, count: int) -> None:
         cached = self.session.stats().pages_cached
-        freed = self.session.prefix.evict(count)
+        freed = self.session.prefix.eviction.evict(count)
         # A page's whole node goes, in every group.
         assert min(cached, count) <= freed <= cached
         assert self.session.stats().pages_cached == cached - freed
@@ -231,13 +233,47 @@ class RequestsMachine(RuleBasedStateMachine):
 
 
 class ShortOfPages(RequestsMachine):
-    """Three cache groups share 40 pages' bytes, so that each takes the others' and its own are moved together."""
+    """Three cache groups share a budget that is full from the start: pages move from one to the other, and together."""
 
-    limits: ClassVar[dict[str, Any]] = {"max_pages": 1000, "memory": 40 * 32, "windows": (None, 6, 10)}
+    limits: ClassVar[dict[str, Any]] = {"max_pages": 1000, "memory": 36 * 32, "windows": (None, 6, 10)}
+
+    @initialize(
+        target=RequestsMachine.requests,
+        lengths=st.lists(st.integers(5, 24), min_size=6, max_size=9),
+        stored=st.lists(st.sampled_from([False, False, True]), min_size=9, max_size=9),
+        kept=st.lists(st.booleans(), min_size=9, max_size=9),
+    )
+    def crowd(self, lengths: list[int], stored: list[bool], kept: list[bool]) -> Any:
+        requests = []
+        for length, store in zip(lengths, stored, strict=False):
+            request = Request(self.session.make_cache(), [])
+            requests.append(request)
+            for start in range(0, length, 3):
+                new = self.tokens(min(3, length - start))
+                try:
+                    for cache in request.caches:
+                        cache.update_and_fetch(tensor([new]), tensor([new]))
+                except OutOfPagesError:
+                    break
+                request.tokens += new
+            if store:
+                self.store(request, 0)
+        self.live += [request for request, keep in zip(requests, kept, strict=False) if keep]
+        return multiple(*self.live)
+
+    @rule(group=st.integers(0, 2), fault=st.none() | st.integers(0, 12))
+    def move_together(self, group: int, fault: int | None) -> None:
+        """One pool wants nearly all that is free, and no stored prompt has to go for it."""
+        budget, pools = self.session.budget, self.session.pools
+        free = budget.total * (1 - SPARE) - sum(pool.allocator.used * pool.page_bytes for pool in pools)
+        self.faults.at = fault
+        with contextlib.suppress(*FAILURES):
+            compact(budget, {pools[group]: max(0, int(free) // pools[group].page_bytes)})
+        self.faults.at = None
 
 
 TestShortOfPages = ShortOfPages.TestCase
-TestShortOfPages.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestShortOfPages.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 TestRequests = RequestsMachine.TestCase
 TestRequests.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)

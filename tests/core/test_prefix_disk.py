@@ -8,17 +8,22 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import models
 import pytest
+from mlx_lm.models import cache as mlx_cache
 from test_prefix_cache import assert_as_cold, run
 
 import tinykv_plugin as tinykv
+from tinykv_plugin import page_index, prefix_store
 from tinykv_plugin.errors import ConfigError
 from tinykv_plugin.prefix_store import PrefixStore
+from tinykv_plugin.prefix_tree import page_hash, token_bytes
 from tinykv_plugin.serving.prompt_cache import PagedPromptCache
 
 FULL, WINDOW, HYBRID, RECURRENT = "llama", "gemma3_text", "qwen3_next", "mamba"
@@ -283,3 +288,53 @@ def test_what_is_on_disk_already_is_not_written_with_less(tmp_path: Path) -> Non
         assert assert_as_cold(kv, [*tokens, 1]) == 60
     with attached(tmp_path, WINDOW, rewind=4) as kv:
         assert assert_as_cold(kv, [*tokens[:20], 1]) == 20
+
+
+def test_states_that_gave_way_are_found_on_disk(tmp_path: Path) -> None:
+    """A model without pages: what leads to a state is stored with it, though nothing of it is in memory."""
+    kv = attached(tmp_path, RECURRENT, prefix_states=0.01)
+    prompts = [[seed, *models.prompt(19, seed)] for seed in range(12)]
+    for tokens in prompts:
+        store(kv, tokens)
+        kv.prefix_cache._disk.store.flush()
+    assert len(kv.prefix_cache) < 12
+    for tokens in prompts:
+        assert assert_as_cold(kv, [*tokens, 1]) == 20
+
+
+def test_a_locked_index_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_index, "PATIENCE", 0.5)
+    monkeypatch.setattr(prefix_store, "PATIENCE", 0.5)
+    kv = attached(tmp_path)
+    store(kv, models.prompt(80))
+    (path,) = tmp_path.rglob("index.sqlite")
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        start = time.monotonic()
+        kv.prefix_cache.flush()
+        assert time.monotonic() - start < 20 * 0.5
+        other.rollback()
+    kv.prefix_cache.flush()
+    kv.detach()
+    assert assert_as_cold(attached(tmp_path), [*models.prompt(80), 1]) == 80
+
+
+def test_a_page_is_not_written_again_with_less(tmp_path: Path) -> None:
+    """Two jobs for one page wait: the first has the states, the second comes from a time when they had given way."""
+    store = PrefixStore(tmp_path, 1 << 20)
+    tokens = token_bytes([1, 2, 3, 4])
+    key = page_hash(b"salt", tokens)
+    state = mlx_cache.ArraysCache(1)
+    state[0] = mx.ones((1, 4))
+    release = threading.Event()
+    store._submit(lambda index: release.wait())
+    for groups, states in (([True, False], [state]), ([True, True], None)):
+        arrays = {"0.keys": mx.ones((1, 1, 4, 8)), "0.values": mx.ones((1, 1, 4, 8))}
+        store.save(key, tokens, 0, groups, lambda arrays=arrays: arrays, states)
+    release.set()
+    store.flush()
+    found = store.find(key, tokens)
+    assert found is not None
+    assert found.has_all([True, True], True)
+    assert store.load_state(found)[0][0].sum().item() == 4
+    store.close()

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from crowded import check_alone, small_model
 from models import batched, greedy, logits, prompt, shared
 
 import tinykv_plugin as tinykv
@@ -81,6 +82,10 @@ def test_forks_get_copies_of_pages_they_write(plugins: PluginManager) -> None:
     stock = shared("llama", **MODELS["llama"])
     for token, got in ((3, one), (4, other)):
         assert greedy(stock, [*prompt(12), token], 4) == got
+
+
+def test_pages_that_move_together_are_read_in_their_new_places(plugins: PluginManager) -> None:
+    check_alone(small_model("gemma3_text"), attention="metal", plugins=plugins)
 
 
 def test_prefill_is_gathered_and_decode_reads_pages(plugins: PluginManager, device: Any) -> None:

@@ -88,4 +88,4 @@ class Admission:
         """
         with self._session.lock:
             self._session.collect()
-            return self._session.prefix.make_room((need + promised).pages)
+            return self._session.prefix.eviction.make_room((need + promised).pages)

@@ -109,7 +109,7 @@ class LoadedModel:
             session.collect()
         for session in self.sessions.values():
             with session.lock, contextlib.suppress(OutOfPagesError):
-                session.prefix.with_room(
+                session.prefix.eviction.with_room(
                     lambda: find_room([pool for pool, _ in need], [count for _, count in need], last_try=False)
                 )
                 return

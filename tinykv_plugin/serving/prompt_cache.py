@@ -97,7 +97,7 @@ class PagedPromptCache(LRUPromptCache):  # type: ignore[misc]
             return
         with self._lock:
             for prefix in self._prefixes:
-                while n_sequences is not None and len(prefix) > max(0, n_sequences) and prefix.evict_prompt():
+                while n_sequences is not None and len(prefix) > max(0, n_sequences) and prefix.eviction.evict_prompt():
                     pass
             while n_bytes is not None and self.nbytes > max(0, n_bytes) and self._drop_page():
                 pass
@@ -105,7 +105,7 @@ class PagedPromptCache(LRUPromptCache):  # type: ignore[misc]
     def reclaim(self) -> bool:
         """Drop what was used least recently, for its pages; False if there is nothing that nobody uses."""
         with self._lock:
-            return any(prefix.evict(1) for prefix in self._prefixes)
+            return any(prefix.eviction.evict(1) for prefix in self._prefixes)
 
     def clear(self) -> None:
         """Drop everything: the model is going, and its pages with it."""
@@ -140,4 +140,4 @@ class PagedPromptCache(LRUPromptCache):  # type: ignore[misc]
         return parts
 
     def _drop_page(self) -> bool:
-        return self.reclaim() or any(prefix.evict_prompt() for prefix in self._prefixes)
+        return self.reclaim() or any(prefix.eviction.evict_prompt() for prefix in self._prefixes)

@@ -1,0 +1,132 @@
+"""PageIndex: the SQLite index of a folder of stored pages."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import sqlite3
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("tinykv")
+
+# Seconds to wait for another process that is writing; and after one such wait was in vain, until a write succeeds.
+PATIENCE = 10.0
+IMPATIENCE = 0.1
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS pages (
+    hash BLOB PRIMARY KEY, tokens BLOB NOT NULL, depth INTEGER NOT NULL, groups BLOB NOT NULL, state INTEGER NOT NULL,
+    bytes INTEGER NOT NULL, checksum BLOB NOT NULL, used REAL NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS pages_by_use ON pages (used, depth DESC);
+"""
+
+
+class StoredPage:
+    """A page on disk, where :mod:`.prefix_cut` looks for a node of the tree.
+
+    ``pages`` has 0 for the cache groups whose K/V are in the file and -1 for the others. ``state`` is None if nothing
+    of layers without pages is.
+    """
+
+    __slots__ = ("checksum", "children", "hash", "pages", "state", "tokens")
+
+    def __init__(self, key: bytes, tokens: bytes, groups: bytes, state: bool, checksum: bytes) -> None:
+        self.hash = key
+        self.tokens = tokens
+        self.pages = [0 if group else -1 for group in groups]
+        self.state: Any = True if state else None
+        self.checksum = checksum
+        self.children: dict[bytes, Any] = {}
+
+    @property
+    def count(self) -> int:
+        """Tokens in the page."""
+        return len(self.tokens) // 8
+
+    def has_all(self, groups: Sequence[bool] | bytes, states: bool) -> bool:
+        """Whether these groups' K/V and, if asked for, the states are there."""
+        there = all(page >= 0 for page, group in zip(self.pages, groups, strict=True) if group)
+        return there and (self.state is not None or not states)
+
+
+class PageIndex:
+    """A connection to the index; for one thread. Methods raise sqlite3.Error."""
+
+    def __init__(self, path: Path) -> None:
+        self._db = sqlite3.connect(path, timeout=PATIENCE, check_same_thread=False)
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = NORMAL")
+        self._db.executescript(_SCHEMA)
+
+    @classmethod
+    def open(cls, path: Path) -> PageIndex:
+        """The index; a damaged one is set aside, and the pages it knew are forgotten."""
+        try:
+            return cls(path)
+        except sqlite3.OperationalError:
+            raise  # locked, or the folder can't be written
+        except sqlite3.DatabaseError as error:
+            aside = path.with_name(f"index-damaged-{secrets.token_hex(4)}.sqlite")
+            log.warning("the index of stored prompts is damaged (%s); it is set aside as %s", error, aside)
+            path.replace(aside)
+            for suffix in ("-wal", "-shm"):
+                path.with_name(path.name + suffix).unlink(missing_ok=True)
+            return cls(path)
+
+    def find(self, key: bytes, tokens: bytes) -> StoredPage | None:
+        """The page with this hash, if it has these tokens."""
+        row = self._db.execute("SELECT tokens, groups, state, checksum FROM pages WHERE hash = ?", (key,)).fetchone()
+        return StoredPage(key, tokens, row[1], bool(row[2]), row[3]) if row is not None and row[0] == tokens else None
+
+    def put(
+        self, key: bytes, tokens: bytes, depth: int, groups: bytes, state: bool, size: int, checksum: bytes
+    ) -> None:
+        """Enter a page, in place of what was known of it."""
+        row = (key, tokens, depth, groups, state, size, checksum, time.time())
+        with self._db as db:
+            db.execute("INSERT OR REPLACE INTO pages VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note that these pages were used."""
+        now = time.time()
+        with self._db as db:
+            db.executemany("UPDATE pages SET used = ? WHERE hash = ?", [(now, key) for key in keys])
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Take these pages out."""
+        with self._db as db:
+            db.executemany("DELETE FROM pages WHERE hash = ?", [(key,) for key in keys])
+
+    def total(self) -> int:
+        """Bytes of all pages."""
+        (total,) = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM pages").fetchone()
+        return int(total)
+
+    def least_used(self, size: int) -> list[bytes]:
+        """Pages of ``size`` bytes together, or all there are, the least recently used first.
+
+        The last pages of a prompt first: without those before them they would not be found.
+        """
+        found = []
+        for key, count in self._db.execute("SELECT hash, bytes FROM pages ORDER BY used, depth DESC"):
+            if size <= 0:
+                break
+            size -= count
+            found.append(key)
+        return found
+
+    def hashes(self) -> set[bytes]:
+        """All pages."""
+        return {key for (key,) in self._db.execute("SELECT hash FROM pages")}
+
+    def wait_at_most(self, seconds: float) -> None:
+        """How long to wait for another process that is writing."""
+        self._db.execute(f"PRAGMA busy_timeout = {int(1000 * seconds)}")
+
+    def close(self) -> None:
+        """End the connection."""
+        self._db.close()
