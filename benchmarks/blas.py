@@ -2,8 +2,8 @@
 
     python benchmarks/blas.py [--model PATH] [--prompt 512] [--repeat 5] [--json FILE]
 
-Each runs in a process of its own, as a BLAS can't be taken back, and they take turns. Times are medians. Without --model
-the demo model SmolLM2-135M is fetched; its prefill is stock mlx-lm's.
+Each runs in a process of its own, as a BLAS can't be taken back, and they take turns. Times are medians. Without
+--model the demo model SmolLM2-135M is fetched; its prefill is stock mlx-lm's.
 """
 
 from __future__ import annotations
