@@ -50,13 +50,12 @@ KINDS: dict[str, dict[str, Any]] = {
 CONTEXTS = [600, 1, 33, 0, 128]
 
 
-def stock(sample: Sample, row: int) -> mx.array:
+def stock(sample: Sample, mask: Any, row: int) -> mx.array:
     """What mlx-lm computes for the row alone, whose K and V its own cache would hold in one piece."""
     request, context = sample.request, sample.contexts[row]
     count = min(request.query_len, context)
     keys, values = (x[row : row + 1, :, :context] for x in sample.tokens())
     queries = sample.queries[row : row + 1, :, :count]
-    mask: Any = sample.mask()
     if request.keep and request.window is not None and context > request.window:
         newest = context - (request.window - request.keep)
         keys, values = (mx.concatenate([x[:, :, : request.keep], x[:, :, newest:]], axis=2) for x in (keys, values))
@@ -77,17 +76,18 @@ def test_gather_and_stock_agree(backend: Any, kind: str, dtype: mx.Dtype) -> Non
     request = dataclasses.replace(USUAL, dtype=dtype, **KINDS[kind])
     assert backend.supports(request) == []
     sample, gather = Sample(request, CONTEXTS), GatherBackend()
-    results = []
-    for one in (backend, gather):
-        pages = sample.pages(one)
-        sample.write(one, pages)
-        results.append(sample.valid(sample.attend(one, pages)))
-    got, by_gather = results
-    assert got.dtype == dtype
-    assert mx.abs(got - by_gather).max().item() < ALLOWED[dtype]
-    for row, context in enumerate(CONTEXTS):
-        if context:
-            right = stock(sample, row)
-            assert mx.abs(got[row : row + 1, :, : right.shape[2]] - right).max().item() < ALLOWED[dtype]
-        else:
-            assert not got[row].any().item()
+    for mask in sample.masks():
+        results = []
+        for one in (backend, gather):
+            pages = sample.pages(one)
+            sample.write(one, pages)
+            results.append(sample.valid(sample.attend(one, pages, mask)))
+        got, by_gather = results
+        assert got.dtype == dtype
+        assert mx.abs(got - by_gather).max().item() < ALLOWED[dtype]
+        for row, context in enumerate(CONTEXTS):
+            if context:
+                right = stock(sample, mask, row)
+                assert mx.abs(got[row : row + 1, :, : right.shape[2]] - right).max().item() < ALLOWED[dtype]
+            else:
+                assert not got[row].any().item()
