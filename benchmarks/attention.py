@@ -3,7 +3,8 @@
     python benchmarks/attention.py [--dtype float32 bfloat16 float16] [--page-size 16 32 64 128] [--quick] [--json FILE]
 
 Times are medians of calls on cold caches. "as shipped" is mlx's dense attention without a fast BLAS, measured in a
-second process; everything else has the BLAS that was found. GB/s count the bytes of K and V once.
+second process; everything else has the BLAS that was found. GB/s count the bytes of K and V once; "% of loop" compares
+them with reading a large array, measured between the calls. Gather is measured with the default page size.
 """
 
 from __future__ import annotations
@@ -11,13 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from tinykv_plugin.blas import load_blas
@@ -25,176 +21,24 @@ from tinykv_plugin.blas import load_blas
 BLAS = load_blas()
 
 import mlx.core as mx  # noqa: E402
-import numpy as np  # noqa: E402
+from attention_calls import MemoryLoop, Shape, dense, paged  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from tinykv_plugin.allocator import PageAllocator  # noqa: E402
-from tinykv_plugin.journal import Journal  # noqa: E402
-from tinykv_plugin.kv_format import KVFormat  # noqa: E402
+from tinykv_plugin.config import KVCacheConfig  # noqa: E402
 from tinykv_plugin.manager import default_manager  # noqa: E402
-from tinykv_plugin.metadata import PagedKVMetadata  # noqa: E402
-from tinykv_plugin.pages import LayerPages, LayerSpec  # noqa: E402
-from tinykv_plugin.pool import FULL_PRECISION  # noqa: E402
-from tinykv_plugin.protocols import AttentionRequest  # noqa: E402
-from tinykv_plugin.step import GroupStep  # noqa: E402
-from tinykv_plugin.table import PageTable, Retention  # noqa: E402
 
-COLD_BYTES = 256 << 20
 AS_SHIPPED = "--as-shipped"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One case: rows with their context lengths, heads, and query tokens per row."""
-
-    name: str
-    contexts: tuple[int, ...]
-    query_heads: int
-    kv_heads: int
-    dim: int
-    queries: int = 1
-
-    def kv_bytes(self, dtype: mx.Dtype) -> int:
-        return 2 * sum(self.contexts) * self.kv_heads * self.dim * dtype.size
-
-
 MIXED = (64, 128, 256, 512, 1024, 2048, 4096, 8192) * 2
+ONE_ROW = "the same as one row"
 SHAPES = [
     Shape("1,32,8,128,4096", (4096,), 32, 8, 128),
     Shape("8,9,3,64,1024", (1024,) * 8, 9, 3, 64),
     Shape("1,4,1,256,2048", (2048,), 4, 1, 256),
     Shape("16,32,8,128,64-8192", MIXED, 32, 8, 128),
-    Shape("1,32,8,128, as one row", (sum(MIXED),), 32, 8, 128),
+    Shape(ONE_ROW, (sum(MIXED),), 32, 8, 128),
     Shape("1,32,8,128,4096 prefill 512", (4096,), 32, 8, 128, 512),
 ]
-
-
-def median_ms(calls: list[Callable[[], Any]], seconds: float) -> float:
-    """The median time of one call; the calls take turns, so that each finds its data out of the caches."""
-    mx.eval(calls[0]())
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < 3 or time.perf_counter() < end:
-        for call in calls:
-            start = time.perf_counter()
-            mx.eval(call())
-            times.append(time.perf_counter() - start)
-            if len(times) >= 3 and time.perf_counter() > end:
-                break
-    return statistics.median(times) * 1e3
-
-
-def copies_for(shape: Shape, dtype: mx.Dtype) -> int:
-    return max(1, min(16, COLD_BYTES // shape.kv_bytes(dtype)))
-
-
-def some_tokens(shape: Shape, context: int, dtype: mx.Dtype) -> mx.array:
-    """A row's keys or values, ``(1, kv_heads, context, dim)``: a few random ones again and again, which is made soon."""
-    few = mx.random.normal((1, shape.kv_heads, min(context, 256), shape.dim)).astype(dtype)
-    return mx.contiguous(mx.tile(few, (1, 1, -(-context // few.shape[2]), 1))[:, :, :context])
-
-
-def dense(shape: Shape, dtype: mx.Dtype, seconds: float) -> float:
-    """Mlx's own attention on tensors padded to the longest row, as a batch of stock mlx-lm has them."""
-    rows, longest = len(shape.contexts), max(shape.contexts)
-    queries = mx.random.normal((rows, shape.query_heads, shape.queries, shape.dim)).astype(dtype)
-    mask: Any = "causal" if shape.queries > 1 else None
-    if len(set(shape.contexts)) > 1:
-        mask = (mx.arange(longest)[None] < mx.array(shape.contexts)[:, None])[:, None, None]
-    tensors = [
-        tuple(mx.tile(some_tokens(shape, longest, dtype), (rows, 1, 1, 1)) for _ in range(2))
-        for _ in range(copies_for(shape, dtype) if rows * longest * shape.kv_heads * shape.dim < 2**26 else 1)
-    ]
-    mx.eval(queries, tensors)
-    scale = shape.dim**-0.5
-    return median_ms(
-        [
-            lambda keys=keys, values=values: mx.fast.scaled_dot_product_attention(
-                queries, keys, values, scale=scale, mask=mask
-            )
-            for keys, values in tensors
-        ],
-        seconds,
-    )
-
-
-def paged(
-    shape: Shape,
-    dtype: mx.Dtype,
-    page_size: int,
-    backend: Any,
-    writer: Any,
-    seconds: float,
-    kv_format: KVFormat = FULL_PRECISION,
-) -> float | None:
-    """A backend on pages in random order; None if it doesn't support the case."""
-    spec = LayerSpec(shape.kv_heads, shape.dim, shape.dim, dtype, dtype).stored_as(kv_format)
-    request = AttentionRequest(
-        shape.query_heads,
-        shape.kv_heads,
-        shape.dim,
-        shape.dim,
-        dtype,
-        page_size,
-        shape.queries,
-        "causal" if shape.queries > 1 else "none",
-        None,
-        0,
-        False,
-    )
-    if backend.supports(request):
-        return None
-    journal = Journal()
-    allocator = PageAllocator(journal)
-    total = sum(-(-context // page_size) for context in shape.contexts)
-    allocator.resize(total)
-    order = np.random.default_rng(0).permutation(allocator.allocate(total)).tolist()
-    tables = []
-    for context in shape.contexts:
-        table = PageTable(allocator, journal, page_size, Retention())
-        table.append([order.pop() for _ in range(-(-context // page_size))])
-        tables.append(table)
-    layers = []
-    tokens = [spec.encode(*(some_tokens(shape, context, dtype) for _ in range(2))) for context in shape.contexts]
-    mx.eval(tokens)
-    for _ in range(copies_for(shape, dtype)):
-        pages = LayerPages(spec, page_size)
-        writer.resize(pages, total)
-        for table, context, (keys, values) in zip(tables, shape.contexts, tokens, strict=True):
-            step = GroupStep([table], [context], [context], context)
-            writer.write(PagedKVMetadata(pages, step), keys, values)
-        mx.eval(pages.state())
-        layers.append(pages)
-    queries = mx.random.normal((len(tables), shape.query_heads, shape.queries, shape.dim)).astype(dtype)
-    mx.eval(queries)
-    step = GroupStep(tables, list(shape.contexts), [shape.queries] * len(tables), shape.queries)
-    return median_ms(
-        [
-            lambda pages=pages: backend.attend(
-                queries,
-                PagedKVMetadata(pages, step),
-                scale=shape.dim**-0.5,
-                mask="causal" if shape.queries > 1 else None,
-                sinks=None,
-            )
-            for pages in layers
-        ],
-        seconds,
-    )
-
-
-def bandwidth() -> float:
-    """GB/s of reading a large array with as many threads as there are processors."""
-    threads = os.cpu_count() or 1
-    parts = [np.ones(1 << 27, dtype=np.float32) for _ in range(threads)]
-    with ThreadPoolExecutor(threads) as pool:
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            list(pool.map(np.max, parts))
-            times.append(time.perf_counter() - start)
-    return threads * parts[0].nbytes / statistics.median(times) / 1e9
 
 
 def as_shipped(dtypes: list[str], quick: bool) -> dict[str, float]:
@@ -211,58 +55,66 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16", "float16"])
     parser.add_argument("--page-size", nargs="+", type=int, default=[16, 32, 64, 128])
-    parser.add_argument("--quick", action="store_true", help="short measurements, first page size only")
+    parser.add_argument("--quick", action="store_true", help="short measurements, the default page size only")
     parser.add_argument("--json", help="write the numbers to this file")
     parser.add_argument(AS_SHIPPED, action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    seconds = 0.3 if arguments.quick else 1.0
+    seconds = 0.2 if arguments.quick else 0.5
     if arguments.as_shipped:
-        print(
-            json.dumps(
-                {
-                    f"{s.name} {d}": dense(s, getattr(mx, d), seconds)
-                    for d in arguments.dtype
-                    for s in SHAPES[:3] + SHAPES[5:]
-                }
-            )
-        )
+        cases = [(s, d) for d in arguments.dtype for s in SHAPES[:3] + SHAPES[5:]]
+        print(json.dumps({f"{s.name} {d}": dense(s, getattr(mx, d), seconds) for s, d in cases}))
         return
-    page_sizes = arguments.page_size[:1] if arguments.quick else arguments.page_size
+    usual = KVCacheConfig.model_fields["page_size"].default
+    page_sizes = [usual] if arguments.quick else arguments.page_size
     plugins = default_manager()
     gather, backends = plugins.gather(), [backend for backend in plugins.backends("auto") if backend.direct]
     console = Console()
-    read = bandwidth()
-    console.print(f"BLAS {BLAS.name}; {os.cpu_count()} processors; reading memory: {read:.1f} GB/s")
+    console.print(f"BLAS {BLAS.name}; {os.cpu_count()} processors")
     shipped = as_shipped(arguments.dtype, arguments.quick)
-    results: dict[str, Any] = {"bandwidth GB/s": read}
+    results: dict[str, Any] = {}
     losing = []
     for name in arguments.dtype:
         dtype = getattr(mx, name)
-        table = Table(title=f"{name}: ms (x: times faster than dense; GB/s)")
-        for column in ("rows, q heads, kv heads, dim, context", "page", "as shipped", "dense", "gather"):
+        table = Table(title=f"{name}: ms (times faster than dense)")
+        for column in ("rows, q heads, kv heads, dim, context", "as shipped", "dense", "backend", "page", "ms"):
             table.add_column(column, justify="right")
-        for backend in backends:
-            table.add_column(backend.name, justify="right")
+        for column in ("x dense", "x shipped", "GB/s", "% of loop"):
+            table.add_column(column, justify="right")
         for shape in SHAPES:
-            stock = dense(shape, dtype, seconds)
-            for page_size in page_sizes:
-                times = {"gather": paged(shape, dtype, page_size, gather, gather, seconds)}
-                for backend in backends:
-                    times[backend.name] = paged(shape, dtype, page_size, backend, backend, seconds)
-                key = f"{shape.name} {name}"
-                results[f"{key} page {page_size}"] = {"dense": stock, "as shipped": shipped.get(key), **times}
-                cells = []
-                for label, value in times.items():
-                    if value is None:
-                        cells.append("not supported")
-                        continue
-                    speed = shape.kv_bytes(dtype) / value / 1e6
-                    cells.append(f"{value:.2f} (x{stock / value:.1f}; {speed:.1f})")
-                    if value > stock:
-                        losing.append(f"{label} {key} page {page_size}: x{stock / value:.2f}")
-                before = shipped.get(key)
-                table.add_row(shape.name, str(page_size), f"{before:.2f}" if before else "", f"{stock:.2f}", *cells)
+            stock, key = dense(shape, dtype, seconds), f"{shape.name} {name}"
+            before = shipped.get(key)
+            found = results[key] = {"dense": stock, "as shipped": before}
+            for backend, page_size in [(gather, usual), *((b, size) for size in page_sizes for b in backends)]:
+                loop = MemoryLoop()
+                value = paged(shape, dtype, page_size, backend, backend, seconds, between=loop)
+                if value is None:
+                    table.add_row(shape.name, "", "", backend.name, str(page_size), "not supported", *[""] * 4)
+                    continue
+                speed, read = shape.kv_bytes(dtype) / value / 1e6, loop.speed()
+                found[f"{backend.name} page {page_size}"] = {"ms": value, "GB/s": speed, "loop GB/s": read}
+                table.add_row(
+                    shape.name,
+                    f"{before:.2f}" if before else "",
+                    f"{stock:.2f}",
+                    backend.name,
+                    str(page_size),
+                    f"{value:.2f}",
+                    f"{stock / value:.1f}",
+                    f"{before / value:.1f}" if before else "",
+                    f"{speed:.1f}",
+                    f"{100 * speed / read:.0f}",
+                )
+                if value > stock:
+                    losing.append(f"{backend.name} {key} page {page_size}: x{stock / value:.2f}")
         console.print(table)
+        for backend in backends:
+            for size in page_sizes:
+                label = f"{backend.name} page {size}"
+                mixed, row = (results[f"{s} {name}"].get(label) for s in (SHAPES[3].name, ONE_ROW))
+                if mixed and row:
+                    # Of each its own loop, so that a machine that others use doesn't decide.
+                    took = (row["GB/s"] / row["loop GB/s"]) / (mixed["GB/s"] / mixed["loop GB/s"])
+                    console.print(f"{name}, {label}: rows of mixed lengths take x{took:.2f} the time of one row")
     console.print("Slower than dense:", *(losing or ["nothing"]), sep="\n  ")
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:

@@ -17,7 +17,7 @@ from tinykv_plugin.blas import load_blas
 BLAS = load_blas()
 
 import mlx.core as mx  # noqa: E402
-from attention import Shape, copies_for, dense, median_ms, paged, some_tokens  # noqa: E402
+from attention_calls import Shape, copies_for, dense, median_ms, paged, some_tokens  # noqa: E402
 from mlx_lm.models.base import quantized_scaled_dot_product_attention  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402

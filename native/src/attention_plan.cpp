@@ -1,6 +1,7 @@
 #include "attention_plan.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace tinykv {
 namespace {
@@ -14,7 +15,12 @@ Plan plan(const Attention& attention) {
   Plan plan;
   const int heads = attention.rows_per_token();
   const int most_tokens = std::max(1, kUnitRows / heads);
-  for (int row = 0; row < attention.batch; ++row) {
+  // Long rows first: the threads end together when the last units are small ones.
+  std::vector<int> rows_in_turn(attention.batch);
+  std::iota(rows_in_turn.begin(), rows_in_turn.end(), 0);
+  std::stable_sort(rows_in_turn.begin(), rows_in_turn.end(),
+                   [&](int a, int b) { return attention.context_lens[a] > attention.context_lens[b]; });
+  for (int row : rows_in_turn) {
     const int queries = attention.query_lens[row];
     // The last queries see most: with them first the threads end together.
     for (int tile = (queries + most_tokens - 1) / most_tokens - 1; tile >= 0; --tile) {

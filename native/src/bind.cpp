@@ -62,14 +62,6 @@ NB_MODULE(_ext, m) {
       },
       "key_pages"_a, "value_pages"_a, "sources"_a, "targets"_a, nb::kw_only(), "written"_a.none() = nb::none(),
       "last_read"_a.none() = nb::none());
-  m.def(
-      "discard_pages",
-      [](const mx::array& key_pages, const mx::array& value_pages, std::vector<int> page_ids,
-         const OptionalArray& written, const OptionalArray& last_read) {
-        return discard_pages({key_pages, value_pages, written, last_read}, std::move(page_ids));
-      },
-      "key_pages"_a, "value_pages"_a, "page_ids"_a, nb::kw_only(), "written"_a.none() = nb::none(),
-      "last_read"_a.none() = nb::none());
 
   m.def(
       "resize_pages",

@@ -5,7 +5,6 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "pool_memory.h"
 #include "thread_pool.h"
 
 namespace tinykv {
@@ -71,19 +70,6 @@ void copy_pages(const PageArray& pages, const std::vector<int>& sources, const s
   const size_t bytes = pages.page_bytes();
   for (size_t i = 0; i < sources.size(); ++i)
     if (sources[i] != targets[i]) std::memcpy(pages.data + targets[i] * bytes, pages.data + sources[i] * bytes, bytes);
-}
-
-void discard_pages(const PageArray& pages, std::vector<int> page_ids) {
-  // Neighbours together: a system page may lie across the border of two of ours.
-  std::sort(page_ids.begin(), page_ids.end());
-  page_ids.erase(std::unique(page_ids.begin(), page_ids.end()), page_ids.end());
-  const size_t bytes = pages.page_bytes();
-  for (size_t i = 0; i < page_ids.size();) {
-    size_t next = i + 1;
-    while (next < page_ids.size() && page_ids[next] == page_ids[next - 1] + 1) ++next;
-    give_back(pages.data + page_ids[i] * bytes, (next - i) * bytes);
-    i = next;
-  }
 }
 
 }  // namespace tinykv

@@ -1,5 +1,5 @@
 #pragma once
-// Writing into pages, in place: new tokens, whole pages copied, and pages given back to the system.
+// Writing into pages, in place: new tokens, and whole pages copied.
 #include <cstdint>
 #include <vector>
 
@@ -39,9 +39,5 @@ void check_pages(const PageArray& pages, const std::vector<int>& page_ids);
 
 // Copies page sources[i] to targets[i], in order.
 void copy_pages(const PageArray& pages, const std::vector<int>& sources, const std::vector<int>& targets);
-
-// Gives the memory of pages back to the system where it can be had in whole system pages; the contents become
-// undefined. The array's memory must come from reserve_pool().
-void discard_pages(const PageArray& pages, std::vector<int> page_ids);
 
 }  // namespace tinykv

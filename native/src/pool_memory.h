@@ -10,8 +10,8 @@ namespace tinykv {
 // a system page's border and is zero. Throws std::bad_alloc.
 void* reserve_pool(size_t bytes, size_t capacity);
 
-// Makes the first `bytes` of a reserved pool usable. False if its capacity is smaller. Throws std::bad_alloc if the
-// system refuses.
+// Makes the first `bytes` of a reserved pool usable, and gives the memory of what was usable behind them back to the
+// system. False if its capacity is smaller. Throws std::bad_alloc if the system refuses.
 bool resize_pool(void* pool, size_t bytes);
 
 // What a pool can be grown to; 0 for memory that isn't a pool.
@@ -19,9 +19,6 @@ size_t pool_capacity(const void* pool);
 
 // Gives back a pool's address space and memory.
 void release_pool(void* pool);
-
-// Gives the memory of whole system pages in this range back to the system; contents become undefined.
-void give_back(void* from, size_t bytes);
 
 struct PoolBytes {
   size_t reserved;   // address space

@@ -50,6 +50,5 @@ std::pair<mx::array, mx::array> attend(
 mx::array write_pages(
     const Pages& pages, const mx::array& slot_mapping, const mx::array& keys, const mx::array& values);
 mx::array copy_pages(const Pages& pages, std::vector<int> sources, std::vector<int> targets);
-mx::array discard_pages(const Pages& pages, std::vector<int> page_ids);
 
 }  // namespace tinykv

@@ -61,25 +61,6 @@ class CopyPages : public CpuPrimitive {
   std::vector<int> targets_;
 };
 
-// Inputs: keys and values pages, [what must come first].
-class DiscardPages : public CpuPrimitive {
- public:
-  DiscardPages(mx::Stream stream, std::vector<int> page_ids) : CpuPrimitive(stream), page_ids_(std::move(page_ids)) {}
-  const char* name() const override { return "DiscardPages"; }
-
-  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    allocate_token(outputs[0]);
-    auto& encoder = mx::cpu::get_command_encoder(stream());
-    encoder.dispatch([keys = page_array(inputs[0]), values = page_array(inputs[1]), page_ids = page_ids_] {
-      discard_pages(keys, page_ids);
-      discard_pages(values, page_ids);
-    });
-  }
-
- private:
-  std::vector<int> page_ids_;
-};
-
 mx::array token_of(std::shared_ptr<mx::Primitive> primitive, std::vector<mx::array> inputs, const Pages& pages) {
   add_pending(inputs, pages.written, pages.last_read);
   return mx::array(token_shape(), token_dtype(), std::move(primitive), std::move(inputs));
@@ -126,12 +107,6 @@ mx::array copy_pages(const Pages& pages, std::vector<int> sources, std::vector<i
   check_pages(shape_only(pages.keys), targets);
   return token_of(std::make_shared<CopyPages>(cpu_stream(), std::move(sources), std::move(targets)),
                   {pages.keys, pages.values}, pages);
-}
-
-mx::array discard_pages(const Pages& pages, std::vector<int> page_ids) {
-  check_shapes("discard_pages", pages);
-  check_pages(shape_only(pages.keys), page_ids);
-  return token_of(std::make_shared<DiscardPages>(cpu_stream(), std::move(page_ids)), {pages.keys, pages.values}, pages);
 }
 
 }  // namespace tinykv

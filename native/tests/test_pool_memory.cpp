@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "check.h"
-#include "page_io.h"
 
 using namespace tinykv;
 
@@ -38,25 +37,21 @@ void test_large() {
   release_pool(pool);
 }
 
-void test_discard() {
-  PageArray pages;
-  pages.num_pages = 64;
-  pages.kv_heads = 3;
-  pages.page_size = 16;
-  pages.dim = 40;
-  pages.item_bytes = 2;
-  const size_t bytes = pages.num_pages * pages.page_bytes();
-  pages.data = static_cast<char*>(reserve_pool(bytes, bytes));
-  std::memset(pages.data, 1, bytes);
-  const size_t before = pool_bytes().committed;
-  std::vector<int> ids;
-  for (int id = 59; id >= 8; --id) ids.push_back(id);
-  discard_pages(pages, ids);
-  CHECK(pool_bytes().committed < before / 2);
-  for (size_t i = 0; i < bytes; ++i)
-    if (i / pages.page_bytes() < 8 || i / pages.page_bytes() > 59) CHECK(pages.data[i] == 1);
-  std::memset(pages.data, 2, bytes);
-  release_pool(pages.data);
+// Memory behind the new end goes back to the system, and is there again, as zeros, when the pool grows.
+void test_shrinking() {
+  char* pool = static_cast<char*>(reserve_pool(32 * kMiB, 64 * kMiB));
+  std::memset(pool, 1, 32 * kMiB);
+  CHECK(pool_bytes().committed == 32 * kMiB);
+  CHECK(resize_pool(pool, 3 * kMiB + 5));
+  const PoolBytes bytes = pool_bytes();
+  CHECK(bytes.usable == bytes.committed);
+  CHECK(bytes.usable >= 3 * kMiB + 5 && bytes.usable < 4 * kMiB);
+  CHECK(resize_pool(pool, 32 * kMiB));
+  CHECK(pool_bytes().committed < 4 * kMiB);
+  CHECK(pool[3 * kMiB + 4] == 1);
+  CHECK(pool[4 * kMiB] == 0);
+  std::memset(pool, 2, 32 * kMiB);
+  release_pool(pool);
 }
 
 }  // namespace
@@ -64,6 +59,6 @@ void test_discard() {
 int main() {
   test_growth();
   test_large();
-  test_discard();
+  test_shrinking();
   return test::failures;
 }

@@ -17,6 +17,8 @@ def attend(
     window: int = 0,
     keep: int = 0,
     softcap: float = 0.0,
+    keys: tuple[int, int, int, mx.Dtype] | None = None,
+    values: tuple[int, int, int, mx.Dtype] | None = None,
     mask: mx.array | None = None,
     sinks: mx.array | None = None,
     written: mx.array | None = None,
@@ -37,14 +39,6 @@ def copy_pages(
     value_pages: mx.array,
     sources: list[int],
     targets: list[int],
-    *,
-    written: mx.array | None = None,
-    last_read: mx.array | None = None,
-) -> mx.array: ...
-def discard_pages(
-    key_pages: mx.array,
-    value_pages: mx.array,
-    page_ids: list[int],
     *,
     written: mx.array | None = None,
     last_read: mx.array | None = None,

@@ -62,17 +62,15 @@ class CpuBackend:
         """Give ``pages`` room for ``num_pages`` pages; what is in the first pages stays where it is.
 
         Address space is reserved at the first call, for as much as the machine has memory; the system gives memory for
-        a page when it is written, and gets it back when there are fewer pages.
+        a page when it is written, and gets it back when there are fewer pages again.
         Raises MemoryError with ``pages`` unchanged.
         """
         native = self._native()
         if num_pages == 0:
             pages.keys = pages.values = pages.written = pages.last_read = None
             return
-        if pages.keys is not None and not native.fits(pages.keys, num_pages):
-            self.wait(pages)  # the pages have to be copied
-        if num_pages < pages.num_pages:
-            self.discard_pages(pages, range(num_pages, pages.num_pages))  # after the reads of what was there
+        if pages.keys is not None and (num_pages < pages.num_pages or not native.fits(pages.keys, num_pages)):
+            self.wait(pages)  # pages have to be copied, or lose their memory
         key_shape, value_shape = pages.shape(num_pages)
         key_dtype, value_dtype = pages.dtypes
         keys = native.resize_pages(pages.keys, list(key_shape), key_dtype, 0)
@@ -113,17 +111,6 @@ class CpuBackend:
                 list(targets),
                 written=pages.written,
                 last_read=pages.last_read,
-            ),
-        )
-
-    def discard_pages(self, pages: LayerPages, page_ids: Sequence[int]) -> None:
-        """Give the memory of free pages back to the system, as far as whole system pages go; they stay usable."""
-        if pages.keys is None:
-            return
-        self._changed(
-            pages,
-            self._native().discard_pages(
-                pages.keys, _values_of(pages), list(page_ids), written=pages.written, last_read=pages.last_read
             ),
         )
 

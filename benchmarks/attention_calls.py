@@ -1,0 +1,168 @@
+"""Calls of attention to be timed: mlx's dense one, and a backend's on pages in random order."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from tinykv_plugin.allocator import PageAllocator
+from tinykv_plugin.journal import Journal
+from tinykv_plugin.kv_format import KVFormat
+from tinykv_plugin.metadata import PagedKVMetadata
+from tinykv_plugin.pages import LayerPages, LayerSpec
+from tinykv_plugin.pool import FULL_PRECISION
+from tinykv_plugin.protocols import AttentionRequest
+from tinykv_plugin.step import GroupStep
+from tinykv_plugin.table import PageTable, Retention
+
+COLD_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One case: rows with their context lengths, heads, and query tokens per row."""
+
+    name: str
+    contexts: tuple[int, ...]
+    query_heads: int
+    kv_heads: int
+    dim: int
+    queries: int = 1
+
+    def kv_bytes(self, dtype: mx.Dtype) -> int:
+        return 2 * sum(self.contexts) * self.kv_heads * self.dim * dtype.size
+
+
+class MemoryLoop:
+    """Reads a large array with as many threads as there are processors; each pass is timed."""
+
+    def __init__(self, megabytes: int = 256) -> None:
+        threads = os.cpu_count() or 1
+        self._parts = [np.ones((megabytes << 20) // 4 // threads, dtype=np.float32) for _ in range(threads)]
+        self._pool = ThreadPoolExecutor(threads)
+        self.times: list[float] = []
+        self()
+        self.times.clear()
+
+    def __call__(self) -> None:
+        start = time.perf_counter()
+        list(self._pool.map(np.max, self._parts))
+        self.times.append(time.perf_counter() - start)
+
+    def speed(self) -> float:
+        """The median GB/s of the passes so far."""
+        return sum(part.nbytes for part in self._parts) / statistics.median(self.times) / 1e9
+
+
+def median_ms(calls: list[Callable[[], Any]], seconds: float, between: Callable[[], None] | None = None) -> float:
+    """The median time of one call; the calls take turns, so that each finds its data out of the caches.
+
+    A call of ``between`` comes before each, untimed. A call that takes longer than ``seconds`` is timed once more only.
+    """
+    mx.eval(calls[0]())
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while True:
+        for call in calls:
+            if between is not None:
+                between()
+            start = time.perf_counter()
+            mx.eval(call())
+            times.append(time.perf_counter() - start)
+            if time.perf_counter() > end and (len(times) >= 3 or times[-1] > seconds):
+                return statistics.median(times) * 1e3
+
+
+def copies_for(shape: Shape, dtype: mx.Dtype) -> int:
+    return max(1, min(16, COLD_BYTES // shape.kv_bytes(dtype)))
+
+
+def some_tokens(shape: Shape, context: int, dtype: mx.Dtype) -> mx.array:
+    """A row's keys or values, ``(1, kv_heads, context, dim)``: a few random ones again and again, which is quick."""
+    few = mx.random.normal((1, shape.kv_heads, min(context, 256), shape.dim)).astype(dtype)
+    return mx.contiguous(mx.tile(few, (1, 1, -(-context // few.shape[2]), 1))[:, :, :context])
+
+
+def dense(shape: Shape, dtype: mx.Dtype, seconds: float) -> float:
+    """Mlx's own attention on tensors padded to the longest row, as a batch of stock mlx-lm has them."""
+    rows, longest = len(shape.contexts), max(shape.contexts)
+    queries = mx.random.normal((rows, shape.query_heads, shape.queries, shape.dim)).astype(dtype)
+    mask: Any = "causal" if shape.queries > 1 else None
+    if len(set(shape.contexts)) > 1:
+        mask = (mx.arange(longest)[None] < mx.array(shape.contexts)[:, None])[:, None, None]
+    copies = copies_for(shape, dtype) if rows * longest * shape.kv_heads * shape.dim < 2**26 else 1
+    tensors = [
+        tuple(mx.tile(some_tokens(shape, longest, dtype), (rows, 1, 1, 1)) for _ in range(2)) for _ in range(copies)
+    ]
+    mx.eval(queries, tensors)
+    scale = shape.dim**-0.5
+    return median_ms(
+        [
+            lambda keys=keys, values=values: mx.fast.scaled_dot_product_attention(
+                queries, keys, values, scale=scale, mask=mask
+            )
+            for keys, values in tensors
+        ],
+        seconds,
+    )
+
+
+def paged(
+    shape: Shape,
+    dtype: mx.Dtype,
+    page_size: int,
+    backend: Any,
+    writer: Any,
+    seconds: float,
+    kv_format: KVFormat = FULL_PRECISION,
+    between: Callable[[], None] | None = None,
+) -> float | None:
+    """A backend on pages in random order; None if it doesn't support the case."""
+    spec = LayerSpec(shape.kv_heads, shape.dim, shape.dim, dtype, dtype).stored_as(kv_format)
+    mask = "causal" if shape.queries > 1 else None
+    request = AttentionRequest(
+        shape.query_heads, shape.kv_heads, shape.dim, shape.dim, dtype, page_size, shape.queries, mask or "none", None,
+        0, False,
+    )  # fmt: skip
+    if backend.supports(request):
+        return None
+    journal = Journal()
+    allocator = PageAllocator(journal)
+    total = sum(-(-context // page_size) for context in shape.contexts)
+    allocator.resize(total)
+    order = np.random.default_rng(0).permutation(allocator.allocate(total)).tolist()
+    tables = []
+    for context in shape.contexts:
+        table = PageTable(allocator, journal, page_size, Retention())
+        table.append([order.pop() for _ in range(-(-context // page_size))])
+        tables.append(table)
+    layers = [LayerPages(spec, page_size) for _ in range(copies_for(shape, dtype))]
+    for pages in layers:
+        writer.resize(pages, total)
+    for table, context in zip(tables, shape.contexts, strict=True):
+        step = GroupStep([table], [context], [context], context)
+        tokens = spec.encode(*(some_tokens(shape, context, dtype) for _ in range(2)))
+        for pages in layers:
+            writer.write(PagedKVMetadata(pages, step), *tokens)
+        mx.eval([pages.state() for pages in layers])
+    queries = mx.random.normal((len(tables), shape.query_heads, shape.queries, shape.dim)).astype(dtype)
+    mx.eval(queries)
+    step = GroupStep(tables, list(shape.contexts), [shape.queries] * len(tables), shape.queries)
+    return median_ms(
+        [
+            lambda pages=pages: backend.attend(
+                queries, PagedKVMetadata(pages, step), scale=shape.dim**-0.5, mask=mask, sinks=None
+            )
+            for pages in layers
+        ],
+        seconds,
+        between,
+    )
