@@ -81,6 +81,22 @@ def median_ms(calls: list[Callable[[], Any]], seconds: float, between: Callable[
                 return statistics.median(times) * 1e3
 
 
+def medians_ms(cases: dict[str, list[Callable[[], Any]]], seconds: float) -> dict[str, float]:
+    """As :func:`median_ms` for several cases that take turns, so that what disturbs a shared machine disturbs all."""
+    for calls in cases.values():
+        mx.eval(calls[0]())
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    end = time.perf_counter() + seconds
+    turn = 0
+    while turn < 3 or time.perf_counter() < end:
+        for name, calls in cases.items():
+            start = time.perf_counter()
+            mx.eval(calls[turn % len(calls)]())
+            times[name].append(time.perf_counter() - start)
+        turn += 1
+    return {name: statistics.median(found) * 1e3 for name, found in times.items()}
+
+
 def copies_for(shape: Shape, dtype: mx.Dtype) -> int:
     return max(1, min(16, COLD_BYTES // shape.kv_bytes(dtype)))
 
@@ -92,6 +108,11 @@ def some_tokens(shape: Shape, context: int, dtype: mx.Dtype) -> mx.array:
 
 
 def dense(shape: Shape, dtype: mx.Dtype, seconds: float) -> float:
+    """The median time of :func:`dense_calls`."""
+    return median_ms(dense_calls(shape, dtype), seconds)
+
+
+def dense_calls(shape: Shape, dtype: mx.Dtype) -> list[Callable[[], mx.array]]:
     """Mlx's own attention on tensors padded to the longest row, as a batch of stock mlx-lm has them."""
     rows, longest = len(shape.contexts), max(shape.contexts)
     queries = mx.random.normal((rows, shape.query_heads, shape.queries, shape.dim)).astype(dtype)
@@ -104,15 +125,12 @@ def dense(shape: Shape, dtype: mx.Dtype, seconds: float) -> float:
     ]
     mx.eval(queries, tensors)
     scale = shape.dim**-0.5
-    return median_ms(
-        [
-            lambda keys=keys, values=values: mx.fast.scaled_dot_product_attention(
-                queries, keys, values, scale=scale, mask=mask
-            )
-            for keys, values in tensors
-        ],
-        seconds,
-    )
+    return [
+        lambda keys=keys, values=values: mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=mask
+        )
+        for keys, values in tensors
+    ]
 
 
 def paged(
@@ -122,9 +140,21 @@ def paged(
     backend: Any,
     writer: Any,
     seconds: float,
-    kv_format: KVFormat = FULL_PRECISION,
     between: Callable[[], None] | None = None,
 ) -> float | None:
+    """The median time of :func:`paged_calls`; None if the backend doesn't support the case."""
+    calls = paged_calls(shape, dtype, page_size, backend, writer)
+    return None if calls is None else median_ms(calls, seconds, between)
+
+
+def paged_calls(
+    shape: Shape,
+    dtype: mx.Dtype,
+    page_size: int,
+    backend: Any,
+    writer: Any,
+    kv_format: KVFormat = FULL_PRECISION,
+) -> list[Callable[[], mx.array]] | None:
     """A backend on pages in random order; None if it doesn't support the case."""
     spec = LayerSpec(shape.kv_heads, shape.dim, shape.dim, dtype, dtype).stored_as(kv_format)
     mask = "causal" if shape.queries > 1 else None
@@ -156,13 +186,9 @@ def paged(
     queries = mx.random.normal((len(tables), shape.query_heads, shape.queries, shape.dim)).astype(dtype)
     mx.eval(queries)
     step = GroupStep(tables, list(shape.contexts), [shape.queries] * len(tables), shape.queries)
-    return median_ms(
-        [
-            lambda pages=pages: backend.attend(
-                queries, PagedKVMetadata(pages, step), scale=shape.dim**-0.5, mask=mask, sinks=None
-            )
-            for pages in layers
-        ],
-        seconds,
-        between,
-    )
+    return [
+        lambda pages=pages: backend.attend(
+            queries, PagedKVMetadata(pages, step), scale=shape.dim**-0.5, mask=mask, sinks=None
+        )
+        for pages in layers
+    ]

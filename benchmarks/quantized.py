@@ -2,14 +2,15 @@
 
     python benchmarks/quantized.py [--dtype float32] [--contexts 4096 16384] [--quick] [--json FILE]
 
-Times are medians of calls on cold caches, of one layer and one new token. "as pages" is the same backend on pages in
-the model's dtype. Bytes are those of a token's K and V in one layer.
+Times are medians of calls on cold caches, of one layer and one new token; the formats of one column take turns. "as
+pages" is the same backend on pages in the model's dtype. Bytes are those of a token's K and V in one layer.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from typing import Any
 
 from tinykv_plugin.blas import load_blas
@@ -17,7 +18,7 @@ from tinykv_plugin.blas import load_blas
 BLAS = load_blas()
 
 import mlx.core as mx  # noqa: E402
-from attention_calls import Shape, copies_for, dense, median_ms, paged, some_tokens  # noqa: E402
+from attention_calls import Shape, copies_for, dense_calls, medians_ms, paged_calls, some_tokens  # noqa: E402
 from mlx_lm.models.base import quantized_scaled_dot_product_attention  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
@@ -32,7 +33,7 @@ FORMATS = {"8": (8, 8), "6": (6, 6), "4": (4, 4), "K8V4": (8, 4)}
 HEADS = {"9 query heads, 3 kv heads of 64": (9, 3, 64), "32 query heads, 8 kv heads of 128": (32, 8, 128)}
 
 
-def stock(shape: Shape, dtype: mx.Dtype, bits: int, seconds: float) -> float:
+def stock_calls(shape: Shape, dtype: mx.Dtype, bits: int) -> list[Callable[[], mx.array]]:
     """mlx-lm's own attention over its QuantizedKVCache."""
     (context,) = shape.contexts
     queries = mx.random.normal((1, shape.query_heads, 1, shape.dim)).astype(dtype)
@@ -42,15 +43,28 @@ def stock(shape: Shape, dtype: mx.Dtype, bits: int, seconds: float) -> float:
         [[part + mx.zeros(1, part.dtype) for part in side] for side in sides] for _ in range(copies_for(shape, dtype))
     ]
     mx.eval(queries, packed)
-    return median_ms(
-        [
-            lambda keys=keys, values=values: quantized_scaled_dot_product_attention(
-                queries, keys, values, scale=shape.dim**-0.5, mask=None, group_size=GROUP_SIZE, bits=bits
-            )
-            for keys, values in packed
-        ],
-        seconds,
-    )
+    return [
+        lambda keys=keys, values=values: quantized_scaled_dot_product_attention(
+            queries, keys, values, scale=shape.dim**-0.5, mask=None, group_size=GROUP_SIZE, bits=bits
+        )
+        for keys, values in packed
+    ]
+
+
+def measure(shape: Shape, dtype: mx.Dtype, backends: list[Any], seconds: float) -> dict[str, dict[str, float]]:
+    """Milliseconds of every format, "full" first, with mlx-lm's caches and with each backend that can be used here."""
+    cases = {"full": dense_calls(shape, dtype)}
+    for label, (key_bits, value_bits) in FORMATS.items():
+        if key_bits == value_bits:
+            cases[label] = stock_calls(shape, dtype, key_bits)
+    found = {"mlx-lm": medians_ms(cases, seconds * len(cases))}
+    for backend in backends:
+        formats = {"full": KVFormat()} | {name: KVFormat(*bits, GROUP_SIZE) for name, bits in FORMATS.items()}
+        calls = {name: paged_calls(shape, dtype, PAGE_SIZE, backend, backend, one) for name, one in formats.items()}
+        usable = {name: one for name, one in calls.items() if one is not None}
+        if usable:
+            found[backend.name] = medians_ms(usable, seconds * len(usable))
+    return found
 
 
 def main() -> None:
@@ -72,41 +86,29 @@ def main() -> None:
         for title, (query_heads, kv_heads, dim) in HEADS.items():
             for context in arguments.contexts:
                 shape = Shape(f"{title}, {context} tokens, {name}", (context,), query_heads, kv_heads, dim)
+                found = measure(shape, dtype, backends, seconds)
+                own = found.pop("mlx-lm")
                 table = Table("K/V", "bytes", "mlx-lm ms", title=shape.name, title_justify="left")
-                full: dict[str, float] = {}
-                for backend in backends:
-                    time = paged(shape, dtype, PAGE_SIZE, backend, backend, seconds)
-                    if time is not None:  # it can be used here
-                        table.add_column(f"{backend.name} ms (x mlx-lm; x as pages)", justify="right")
-                        full[backend.name] = time
+                for column in found:
+                    table.add_column(f"{column} ms (x mlx-lm; x as pages)", justify="right")
                 spec = LayerSpec(kv_heads, dim, dim, dtype, dtype)
-                own = dense(shape, dtype, seconds)
-                cells = [f"{time:.2f} (x{own / time:.1f})" for time in full.values()]
-                table.add_row(name, str(spec.token_bytes()), f"{own:.2f}", *cells)
-                results[f"{shape.name} full"] = {"mlx-lm": own, **full}
-                for label, (key_bits, value_bits) in FORMATS.items():
-                    kv_format = KVFormat(key_bits, value_bits, GROUP_SIZE)
-                    theirs = stock(shape, dtype, key_bits, seconds) if key_bits == value_bits else None
-                    row: dict[str, Any] = {"mlx-lm": theirs}
-                    cells = []
-                    for backend in backends:
-                        if backend.name not in full:
-                            continue
-                        time = paged(shape, dtype, PAGE_SIZE, backend, backend, seconds, kv_format)
-                        assert time is not None
-                        row[backend.name] = time
-                        as_pages = full[backend.name] / time
-                        ratio = f"x{theirs / time:.1f}; " if theirs else ""
-                        cells.append(f"{time:.2f} ({ratio}x{as_pages:.2f})")
-                        if theirs and theirs < time:
-                            losing.append(
-                                f"{backend.name}, {shape.name}, {label} bits: x{theirs / time:.2f} of mlx-lm's"
-                            )
-                        if as_pages < 1:
-                            losing.append(f"{backend.name}, {shape.name}, {label} bits: x{as_pages:.2f} of full pages")
-                    size = spec.stored_as(kv_format).token_bytes()
-                    table.add_row(f"{label} bits", str(size), f"{theirs:.2f}" if theirs else "cannot", *cells)
-                    results[f"{shape.name} {label}"] = row
+                for label in ("full", *FORMATS):
+                    kv_format = KVFormat(*FORMATS[label], GROUP_SIZE) if label in FORMATS else KVFormat()
+                    theirs = own.get(label)
+                    cells = [f"{theirs:.2f}" if theirs else "cannot"]
+                    for column, times in found.items():
+                        ratios = {} if theirs is None else {"mlx-lm's": theirs / times[label]}
+                        if label != "full":
+                            ratios["full pages"] = times["full"] / times[label]
+                        cells.append(f"{times[label]:.2f} ({'; '.join(f'x{ratio:.2f}' for ratio in ratios.values())})")
+                        losing += [
+                            f"{column}, {shape.name}, {label}: x{ratio:.2f} of {what}"
+                            for what, ratio in ratios.items()
+                            if ratio < 1
+                        ]
+                    name_of = f"{label} bits" if label in FORMATS else name
+                    table.add_row(name_of, str(spec.stored_as(kv_format).token_bytes()), *cells)
+                    results[f"{shape.name} {label}"] = {"mlx-lm": theirs} | {k: v[label] for k, v in found.items()}
                 console.print(table)
     console.print("Slower:", *(losing or ["nothing"]), sep="\n  ")
     if arguments.json:

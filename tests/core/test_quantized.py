@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models import base
 from mlx_lm.models import cache as mlx_cache
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from models import batched, greedy, largest_difference, logits, make, prompt, shared
@@ -94,6 +95,27 @@ def test_logits_are_those_of_mlx_lms_quantized_cache(bits: int) -> None:
     with tinykv.attach(model, page_size=4, bits=bits) as kv:
         assert largest_difference(logits(model, prompt(40), make_prompt_cache(model)), expected) < 1e-3
         assert kv.plan[0].storage == f"{bits} bits in groups of 32"
+
+
+@pytest.mark.parametrize("bits", [8, 6, 5, 4])
+def test_pages_hold_the_bits_that_mlx_lms_quantized_cache_holds(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where both are read in one way, as gather does, nothing differs in any layer."""
+
+    def dequantized(queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, **packing: int) -> mx.array:
+        keys, values = (mx.dequantize(*side, **packing) for side in (keys, values))
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+
+    monkeypatch.setattr(base, "quantized_scaled_dot_product_attention", dequantized)
+    model = wide("llama")
+    stock = [mlx_cache.QuantizedKVCache(group_size=32, bits=bits) for _ in model.layers]
+    expected = [logits(model, tokens, stock) for tokens in (prompt(40), [5], [6])]
+    with tinykv.attach(model, page_size=4, bits=bits, attention="gather"):
+        cache = make_prompt_cache(model)
+        for tokens, theirs in zip((prompt(40), [5], [6]), expected, strict=True):
+            assert mx.array_equal(logits(model, tokens, cache), theirs)
+        for mine, theirs in zip(cache, stock, strict=True):
+            sides = zip(mine.keys_and_values(), theirs.keys_and_values(), strict=True)
+            assert all(mx.array_equal(side, mx.dequantize(*packed, 32, bits)) for side, packed in sides)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx_lm
+import openai
 import pytest
 from served import Server, words
 
@@ -98,6 +99,34 @@ def test_r40_a_hybrid_model_with_a_draft_model(serve: Serve, stock: Stock, model
     ours, theirs = serve("qwen3_next", draft_model=draft), stock("qwen3_next")
     for prompt in PROMPTS:
         assert ours.complete(prompt) == theirs.complete(prompt)
+
+
+def test_r39_more_drafts_than_can_be_taken_back_are_the_clients_error(serve: Serve, model_dir: Any) -> None:
+    server = serve("gemma3_text", draft_model=str(model_dir("llama", num_hidden_layers=2, seed=5)))
+    expected = server.complete(PROMPTS[0])
+    with pytest.raises(openai.BadRequestError, match=r"rewind: 16 is too small for these drafts: .*--kv-rewind 40"):
+        server.complete(PROMPTS[0], extra_body={"num_draft_tokens": 40})
+    assert server.complete(PROMPTS[0], extra_body={"num_draft_tokens": 16}) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "draft", "settings"),
+    [
+        ("gemma3_text", "gemma3_text", {"key_bits": 8, "value_bits": 4}),
+        ("qwen3_next", "llama", {"bits": 5, "max_kv_size": 24}),
+    ],
+)
+def test_quantized_pages_with_a_draft_model(
+    serve: Serve, together: Callable[..., list[Any]], model_dir: Any, kind: str, draft: str, settings: dict[str, int]
+) -> None:
+    """Both models' pages are quantized; the texts are those of the model alone."""
+    folder = model_dir(kind, head_dim=32)
+    model, tokenizer = mlx_lm.load(str(folder))
+    with tinykv.attach(model, page_size=4, **settings):
+        alone = [mlx_lm.generate(model, tokenizer, prompt, max_tokens=24) for prompt in PROMPTS]
+    server = serve(kind, folder=folder, draft_model=str(model_dir(draft, head_dim=32, seed=5)), **settings)
+    for _ in range(2):
+        assert together(server.complete, PROMPTS) == alone
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
