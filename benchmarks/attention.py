@@ -15,9 +15,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tinykv_plugin.blas import load_blas
@@ -28,6 +28,7 @@ import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
+from running import parse, parser_of, save  # noqa: E402
 
 from tinykv_plugin.allocator import PageAllocator  # noqa: E402
 from tinykv_plugin.journal import Journal  # noqa: E402
@@ -54,6 +55,11 @@ class Shape:
     kv_heads: int
     dim: int
     queries: int = 1
+
+    def cut(self, longest: int) -> Shape:
+        """The same with at most ``longest`` tokens in a row."""
+        contexts = tuple(min(context, longest) for context in self.contexts)
+        return replace(self, contexts=contexts, queries=min(self.queries, longest))
 
     def kv_bytes(self, dtype: mx.Dtype) -> int:
         return 2 * sum(self.contexts) * self.kv_heads * self.dim * dtype.size
@@ -184,10 +190,10 @@ def paged(
     )
 
 
-def bandwidth() -> float:
+def bandwidth(elements: int) -> float:
     """GB/s of reading a large array with as many threads as there are processors."""
     threads = os.cpu_count() or 1
-    parts = [np.ones(1 << 27, dtype=np.float32) for _ in range(threads)]
+    parts = [np.ones(elements, dtype=np.float32) for _ in range(threads)]
     with ThreadPoolExecutor(threads) as pool:
         times = []
         for _ in range(5):
@@ -197,9 +203,9 @@ def bandwidth() -> float:
     return threads * parts[0].nbytes / statistics.median(times) / 1e9
 
 
-def as_shipped(dtypes: list[str], quick: bool) -> dict[str, float]:
+def as_shipped(dtypes: list[str], options: list[str]) -> dict[str, float]:
     """Dense times of a process without a fast BLAS."""
-    command = [sys.executable, __file__, AS_SHIPPED, "--dtype", *dtypes, *(["--quick"] if quick else [])]
+    command = [sys.executable, __file__, AS_SHIPPED, "--dtype", *dtypes, *options]
     answer = subprocess.run(
         command, env=os.environ | {"TINYKV_BLAS": "off"}, check=True, stdout=subprocess.PIPE, text=True
     )
@@ -207,22 +213,23 @@ def as_shipped(dtypes: list[str], quick: bool) -> dict[str, float]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16", "float16"])
     parser.add_argument("--page-size", nargs="+", type=int, default=[16, 32, 64, 128])
     parser.add_argument("--quick", action="store_true", help="short measurements, first page size only")
-    parser.add_argument("--json", help="write the numbers to this file")
+    parser.add_argument("--longest", type=int, help="cut contexts and prompts to so many tokens")
     parser.add_argument(AS_SHIPPED, action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    seconds = 0.3 if arguments.quick else 1.0
+    arguments = parse(parser, argv, dtype=["float32"], page_size=[16], quick=True, longest=64)
+    seconds = 0.0 if arguments.smoke else 0.3 if arguments.quick else 1.0
+    shapes = [shape.cut(arguments.longest) for shape in SHAPES] if arguments.longest else SHAPES
     if arguments.as_shipped:
         print(
             json.dumps(
                 {
                     f"{s.name} {d}": dense(s, getattr(mx, d), seconds)
                     for d in arguments.dtype
-                    for s in SHAPES[:3] + SHAPES[5:]
+                    for s in shapes[:3] + shapes[5:]
                 }
             )
         )
@@ -231,9 +238,9 @@ def main() -> None:
     plugins = default_manager()
     gather, backends = plugins.gather(), [backend for backend in plugins.backends("auto") if backend.direct]
     console = Console()
-    read = bandwidth()
+    read = bandwidth(1 << (20 if arguments.smoke else 27))
     console.print(f"BLAS {BLAS.name}; {os.cpu_count()} processors; reading memory: {read:.1f} GB/s")
-    shipped = as_shipped(arguments.dtype, arguments.quick)
+    shipped = as_shipped(arguments.dtype, ["--smoke"] if arguments.smoke else ["--quick"] if arguments.quick else [])
     results: dict[str, Any] = {"bandwidth GB/s": read}
     losing = []
     for name in arguments.dtype:
@@ -243,7 +250,7 @@ def main() -> None:
             table.add_column(column, justify="right")
         for backend in backends:
             table.add_column(backend.name, justify="right")
-        for shape in SHAPES:
+        for shape in shapes:
             stock = dense(shape, dtype, seconds)
             for page_size in page_sizes:
                 times = {"gather": paged(shape, dtype, page_size, gather, gather, seconds)}
@@ -264,9 +271,7 @@ def main() -> None:
                 table.add_row(shape.name, str(page_size), f"{before:.2f}" if before else "", f"{stock:.2f}", *cells)
         console.print(table)
     console.print("Slower than dense:", *(losing or ["nothing"]), sep="\n  ")
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=1)
+    save(arguments, results)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from .errors import CacheStateError
 
 if TYPE_CHECKING:
-    from .session import PagedSession
+    from .session import PagedSession, RunningBatch
     from .step import Step
     from .table import PageTable
 
@@ -55,7 +55,7 @@ class PagedSequence:
         self.slots = 0
         # Passes of several tokens are drafts to be verified: each reads what it would read alone.
         self.stepwise = False
-        self.batch: object = None  # the RunningBatch it was last in
+        self.batch: RunningBatch | None = None  # that it was last in
         # A pass broke off: layers without pages may have gone on further than ``tokens``.
         self.broken = False
         self._forks: list[tuple[str, weakref.ref[PagedSequence]]] = []

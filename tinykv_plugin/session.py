@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
@@ -51,12 +52,23 @@ KEPT_TOKENS = 4
 RUNNING_BATCHES = 4
 
 
-@dataclass
+@dataclass(eq=False)
 class RunningBatch:
     """Rows that make their steps together, and their block table in each cache group."""
 
     rows: list[weakref.ref[PagedSequence]]
     block_tables: list[BlockTable]
+
+    def becomes(self, rows: list[weakref.ref[PagedSequence]]) -> bool:
+        """Take over ``rows``, if some joined or left; False if most of them, or of those before, are others."""
+        places = {id(ref): index for index, ref in enumerate(self.rows)}  # an object has one weak reference
+        sources = [places.get(id(ref), -1) for ref in rows]
+        if 2 * (len(rows) - sources.count(-1)) < max(len(rows), len(self.rows)):
+            return False
+        for block_table in self.block_tables:
+            block_table.rearrange(sources)
+        self.rows = rows
+        return True
 
 
 class PagedSession:
@@ -265,7 +277,7 @@ class PagedSession:
                 row.count_slots()
         context_lens = [row.tokens + count for row, count in zip(rows, query_lens, strict=True)]
         refs = [weakref.ref(row) for row in rows]
-        batch = self._running_batch(refs)
+        batch = self._running_batch(rows, refs)
         # Rows that were in another batch since may have changed there.
         changed = [*short, *(index for index, row in enumerate(rows) if row.batch is not batch)]
         groups = []
@@ -427,13 +439,17 @@ class PagedSession:
                 for group in row.step.groups:
                     group.forget()
 
-    def _running_batch(self, refs: list[weakref.ref[PagedSequence]]) -> RunningBatch:
-        """The block tables kept for these rows, in this order; new ones if there are none."""
-        for batch in self._batches:
-            if batch.rows == refs:
-                return batch
-        batch = RunningBatch(refs, [BlockTable() for _ in self.pools])
-        self._batches.appendleft(batch)
+    def _running_batch(self, rows: Sequence[PagedSequence], refs: list[weakref.ref[PagedSequence]]) -> RunningBatch:
+        """The block tables kept for these rows, in this order; those of a batch that they came from, or new ones."""
+        batch = next((batch for batch in self._batches if batch.rows == refs), None)
+        if batch is None:
+            batch = next((row.batch for row in rows if row.batch in self._batches), None)
+            if batch is None or not batch.becomes(refs):
+                batch = RunningBatch(refs, [BlockTable() for _ in self.pools])
+        if not self._batches or batch is not self._batches[0]:
+            with contextlib.suppress(ValueError):
+                self._batches.remove(batch)
+            self._batches.appendleft(batch)
         return batch
 
     def pages_for(self, layer: PagedLayer, keys: mx.array, values: mx.array) -> LayerPages:

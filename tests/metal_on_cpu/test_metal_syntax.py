@@ -121,13 +121,20 @@ FAULTS = {
         Replace("attend", "#define UNROLL", "float total = 0.0f;\n#define UNROLL"),
         "a variable of the program that is not constant",
     ),
-    "a static variable": (Replace("attend", "const int lane =", "static int calls;\nconst int lane ="), "a static variable"),
+    "a static variable": (
+        Replace("attend", "const int lane =", "static int calls;\nconst int lane ="),
+        "a static variable",
+    ),
     "recursion": (
         Replace("attend", "  float top = -INFINITY;\n  for", "  float top = highest<COUNT>(tops);\n  for"),
         "a function that calls itself",
     ),
     "an array of a thread that can't be in registers": (
-        Replace("attend", "UNROLL for (int v = 0; v < PASS; v++) {\n  const float", "for (int v = 0; v < PASS; v++) {\n  const float"),
+        Replace(
+            "attend",
+            "UNROLL for (int v = 0; v < PASS; v++) {\n  const float",
+            "for (int v = 0; v < PASS; v++) {\n  const float",
+        ),
         "indexed by a loop that isn't unrolled",
     ),
     "a sum of bfloats": (

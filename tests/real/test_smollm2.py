@@ -13,7 +13,6 @@ from models import greedy
 
 import tinykv_plugin as tinykv
 
-
 PROMPTS = (
     "Why is the sky blue?",
     "Write a Python function that reverses a list, and explain how it works.",

@@ -53,7 +53,9 @@ def problems(source: str) -> list[str]:
         found.append(f"{PROBLEMS['buffers']}: {buffers}")
     for cursor in unit.cursor.get_children():
         if cursor.location.file is not None and cursor.location.file.name == "kernel.cpp":
-            found += (f"kernel.cpp:{place.extent.start.line}: {PROBLEMS[kind]}" for kind, place in _in_tree(cursor, text, ()))
+            found += (
+                f"kernel.cpp:{place.extent.start.line}: {PROBLEMS[kind]}" for kind, place in _in_tree(cursor, text, ())
+            )
     return found
 
 
