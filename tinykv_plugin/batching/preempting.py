@@ -54,6 +54,7 @@ class PreemptingGenerator(BatchGenerator):  # type: ignore[misc]
     _given: dict[int, list[Any]]
     _brought: set[int]
     _unknown: set[int]
+    _reported: dict[int, Exception]
 
     def _fail(self, uids: Sequence[int], error: Exception, out: list[Any]) -> None:
         """End requests with an error; their pages go back."""
@@ -64,6 +65,17 @@ class PreemptingGenerator(BatchGenerator):  # type: ignore[misc]
         self.counts.failed += len(uids)
         self.remove(uids)
         out += [FailedResponse(uid, -1, None, "error", None, None, error) for uid in uids]
+
+    def _report(self, uid: int, error: Exception) -> None:
+        self._reported.setdefault(uid, error)
+
+    def _take_reported(self) -> dict[int, Exception]:
+        reported, self._reported = self._reported, {}
+        return reported
+
+    def _drop_refused(self, out: list[Any]) -> None:
+        for uid, error in self._take_reported().items():
+            self._fail([uid], error, out)
 
     def _ensure_room(
         self,
