@@ -65,6 +65,8 @@ class PagedBatchGenerator(PromptingGenerator):
         # which tokens are in it: they are not stored.
         self._brought: set[int] = set()
         self._unknown: set[int] = set()
+        # What is computed in which steps, of requests with a size limit: their result depends on it.
+        self._steps: dict[int, list[list[int]]] = {}
         self._reported: dict[int, Exception] = {}
 
     # What callers use -------------------------------------------------------------------------------------------
@@ -93,8 +95,10 @@ class PagedBatchGenerator(PromptingGenerator):
         uids: list[int] = super().insert_segments(segments, max_tokens, caches, all_tokens, *options, **named_options)
         self._brought.update(itertools.compress(uids, brought))
         new = [self._unprocessed_sequences.pop() for _ in uids]
-        for uid, _, _, cache, known, *_ in new:
+        for uid, steps, _, cache, known, *_ in new:
             row = row_of(cache)
+            if row is not None and row.max_kv_size and uid not in self._brought:
+                self._steps[uid] = [list(step) for step in steps]
             if row is not None and row.tokens > len(known):
                 self._given[uid] = copy.deepcopy(cache)
             if uid in self._brought and (row is None or row.tokens != len(known)):
@@ -109,6 +113,7 @@ class PagedBatchGenerator(PromptingGenerator):
         for uid in uids:
             self._resumed.pop(uid, None)
             self._given.pop(uid, None)
+            self._steps.pop(uid, None)
             self._reported.pop(uid, None)
         self._brought.difference_update(uids)
         self._unknown.difference_update(uids)

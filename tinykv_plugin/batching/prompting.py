@@ -148,9 +148,13 @@ class PromptingGenerator(PreemptingGenerator):
         """Tokens of each row in the next prompt step.
 
         Rows of unlike length are padded to one while at least two thirds of what is computed are tokens: fewer steps
-        are worth that. Where layers without pages would run the padding, all get as many as the shortest.
+        are worth that. Where layers without pages would run the padding, all get as many as the shortest. Rows with a
+        size limit are cut as they would be alone: what a token reads of the first ones depends on where its step began.
         """
         rows = self._currently_processing
+        paged = rows_of(self._prompt_batch.prompt_cache)
+        if paged and paged[0].max_kv_size and not self._session.stateful:
+            return [min(int(self.prefill_step_size), len(segments[0])) for segments, *_ in rows]
         most = max(1, int(self.prefill_step_size) // len(rows))
         lengths = [min(most, len(segments[0])) for segments, *_ in rows]
         for row, (uid, tokens) in enumerate(zip(self._prompt_batch.uids, self._prompt_batch.tokens, strict=True)):
