@@ -38,6 +38,7 @@ from .sequence import PagedSequence
 from .stats import PoolStats, collect
 from .step import GroupStep, Step
 from .table import PageTable, Retention
+from .unfinished import LOST, discard_unfinished
 from .unused import UnusedCache
 
 log = logging.getLogger("tinykv")
@@ -96,6 +97,7 @@ class PagedSession:
         self.kv_format = KVFormat.of(context.config)
         self.emit = context.emit
         self._thread = threading.get_ident()
+        self._runner = threading.current_thread()
         self._batches: deque[RunningBatch] = deque(maxlen=RUNNING_BATCHES)
         self._offsets: tuple[list[int], mx.array] | None = None
         config = context.config
@@ -267,6 +269,8 @@ class PagedSession:
         if short:
             needy = [rows[index] for index in short]
             needed = [query_lens[index] for index in short]
+            if any(row.lost for row in needy):
+                raise CacheStateError(LOST)
             try:
                 self.cow_copies += self._with_room(needy, lambda: reserve(self.pools, self.journal, needy, needed))
             except Exception:
@@ -332,6 +336,8 @@ class PagedSession:
             key_dtype, value_dtype = pages.dtypes
             return mx.zeros((1, *key_shape), key_dtype), mx.zeros((1, *value_shape), value_dtype)
         step = GroupStep([row.tables[layer.group]], [tokens], [1], 1)
+        if row.lost:
+            raise CacheStateError(LOST)
         before = pages.last_read
         # By an index: a view would be a holder of the pool's array, which the next write would have to copy.
         keys, values = (side[int32([0])] for side in self.gather.stored(PagedKVMetadata(pages, step)))
@@ -486,20 +492,25 @@ class PagedSession:
         if self.closed:
             raise CacheStateError("the model was detached from tinykv; make a new prompt cache for it")
         self.collect_abandoned()
-        thread = threading.get_ident()
-        if thread == self._thread:
+        # Not by its number, which a new thread may have after it.
+        runner = threading.current_thread()
+        if runner is self._runner:
             return
         layers = [pages for pool in self.pools for pages in pool.layers.values()]
         try:
             mx.eval([[*pages.state(), pages.last_read] for pages in layers])
         except RuntimeError as error:
-            raise CacheStateError(
-                f"another thread is in the middle of a step of this model ({error}); "
-                f"let it finish (mx.eval its output) before this thread uses the model"
-            ) from None
+            if self._runner.is_alive():
+                raise CacheStateError(
+                    f"another thread is in the middle of a step of this model ({error}); "
+                    f"let it finish (mx.eval its output) before this thread uses the model"
+                ) from None
+            log.warning("a thread ended in the middle of a step of this model: the prompt caches there are were lost")
+            discard_unfinished(self)
         for pages in layers:
             pages.last_read = None  # that thread's, and over
-        self._thread = thread
+        self._thread = threading.get_ident()
+        self._runner = runner
 
 
 @dataclass(frozen=True)
