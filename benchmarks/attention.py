@@ -96,7 +96,7 @@ def copies_for(shape: Shape, dtype: mx.Dtype) -> int:
 
 
 def some_tokens(shape: Shape, context: int, dtype: mx.Dtype) -> mx.array:
-    """A row's keys or values, ``(1, kv_heads, context, dim)``: a few random ones again and again, which is made soon."""
+    """A row's keys or values, ``(1, kv_heads, context, dim)``: a few random ones again and again: made soon."""
     few = mx.random.normal((1, shape.kv_heads, min(context, 256), shape.dim)).astype(dtype)
     return mx.contiguous(mx.tile(few, (1, 1, -(-context // few.shape[2]), 1))[:, :, :context])
 

@@ -34,7 +34,8 @@ class Sample:
         self._lens = [min(width, context) for context in contexts]
         retention = Retention(request.window, request.keep)
         # Tables to write all tokens by, and tables from which a window has dropped pages, to read by.
-        self._tables, self._reading = [], []
+        self._tables: list[PageTable] = []
+        self._reading: list[PageTable] = []
         for count, context, query_len in zip(counts, contexts, self._lens, strict=True):
             pages = [ids.pop() for _ in range(count)]
             allocator.share(pages)
