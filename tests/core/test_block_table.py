@@ -21,6 +21,7 @@ from tinykv_plugin import block_table
 from tinykv_plugin.block_table import BlockTable
 from tinykv_plugin.errors import CacheStateError
 from tinykv_plugin.sequence import PagedSequence
+from tinykv_plugin.step import GroupStep
 
 BITS = 0b111
 
@@ -47,6 +48,7 @@ class BatchesMachine(RuleBasedStateMachine):
         self.session = make_session(Faults(), windows=(None, 6, None), max_pages=400)
         self.batches: list[list[PagedSequence]] = [[], []]
         self.pending: list[Pending] = []
+        self.paused: list[PagedSequence] = []
 
     @rule(which=st.integers(0, 1), tokens=st.integers(1, 60), at=st.integers(0, 20))
     def join(self, which: int, tokens: int, at: int) -> None:
@@ -58,6 +60,12 @@ class BatchesMachine(RuleBasedStateMachine):
     def leave_and_reorder(self, which: int, keep: list[int]) -> None:
         rows = self.batches[which]
         self.batches[which] = [rows[index] for index in keep if index < len(rows)]
+        self.paused = [row for row in rows if row not in self.batches[which]]
+
+    @rule(which=st.integers(0, 1))
+    def come_back(self, which: int) -> None:
+        self.batches[which] += self.paused
+        self.paused = []
 
     @rule(which=st.integers(0, 1), index=st.integers(0, 20), to=st.integers(0, 1))
     def fork(self, which: int, index: int, to: int) -> None:
@@ -160,6 +168,19 @@ def test_a_row_that_joins_leaves_or_forks_moves_no_other(rows: Any, monkeypatch:
     assert table.device_page_ids() is array
 
 
+def test_rows_that_grow_to_many_pages_keep_their_places(rows: Any) -> None:
+    """Rows outgrow their places, and all of them the memory, many times over."""
+    session, running = rows
+    for count in range(120):
+        table = decode(session, running)
+        for row in running[:: 1 + count % 7]:
+            row.slots = 0  # as if it had been asked for anew
+        if count % 10 == 0:
+            check_block_table(
+                GroupStep([row.tables[0] for row in running], [row.tokens for row in running], [1] * 50, 1, table)
+            )
+
+
 def test_a_gpu_gets_new_memory_when_something_changed(rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     session, running = rows
     monkeypatch.setattr(block_table, "writes_in_place", lambda: False)
@@ -169,3 +190,16 @@ def test_a_gpu_gets_new_memory_when_something_changed(rows: Any, monkeypatch: py
         decode(session, running)
     assert table.device_page_ids() is not before
     assert np.array_equal(np.array(before), was)
+
+
+def test_a_row_that_comes_back_is_written_anew(rows: Any) -> None:
+    session, running = rows
+    decode(session, running)
+    for row in running:
+        row.slots = 4 - row.tokens % 4  # none needs a page
+    away = running.pop(7)
+    decode(session, running)
+    running.append(away)
+    step = session.begin(running, [1] * len(running), 1)
+    check_block_table(step.groups[0])
+    step.finish_layer(1)
