@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from tinykv_plugin.blas import load_blas
@@ -24,6 +25,7 @@ import mlx.core as mx  # noqa: E402
 from attention_calls import MemoryLoop, Shape, dense, paged  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
+from running import parse, parser_of, save  # noqa: E402
 
 from tinykv_plugin.config import KVCacheConfig  # noqa: E402
 from tinykv_plugin.manager import default_manager  # noqa: E402
@@ -41,9 +43,9 @@ SHAPES = [
 ]
 
 
-def as_shipped(dtypes: list[str], quick: bool) -> dict[str, float]:
+def as_shipped(dtypes: list[str], options: list[str]) -> dict[str, float]:
     """Dense times of a process without a fast BLAS."""
-    command = [sys.executable, __file__, AS_SHIPPED, "--dtype", *dtypes, *(["--quick"] if quick else [])]
+    command = [sys.executable, __file__, AS_SHIPPED, "--dtype", *dtypes, *options]
     answer = subprocess.run(
         command, env=os.environ | {"TINYKV_BLAS": "off"}, check=True, stdout=subprocess.PIPE, text=True
     )
@@ -51,17 +53,18 @@ def as_shipped(dtypes: list[str], quick: bool) -> dict[str, float]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16", "float16"])
     parser.add_argument("--page-size", nargs="+", type=int, default=[16, 32, 64, 128])
     parser.add_argument("--quick", action="store_true", help="short measurements, the default page size only")
-    parser.add_argument("--json", help="write the numbers to this file")
+    parser.add_argument("--longest", type=int, help="cut contexts and prompts to so many tokens")
     parser.add_argument(AS_SHIPPED, action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    seconds = 0.2 if arguments.quick else 0.5
+    arguments = parse(parser, argv, dtype=["float32"], quick=True, longest=64)
+    seconds = 0.0 if arguments.smoke else 0.2 if arguments.quick else 0.5
+    shapes = [shape.cut(arguments.longest) for shape in SHAPES] if arguments.longest else SHAPES
     if arguments.as_shipped:
-        cases = [(s, d) for d in arguments.dtype for s in SHAPES[:3] + SHAPES[5:]]
+        cases = [(s, d) for d in arguments.dtype for s in shapes[:3] + shapes[5:]]
         print(json.dumps({f"{s.name} {d}": dense(s, getattr(mx, d), seconds) for s, d in cases}))
         return
     usual = KVCacheConfig.model_fields["page_size"].default
@@ -70,7 +73,7 @@ def main() -> None:
     gather, backends = plugins.gather(), [backend for backend in plugins.backends("auto") if backend.direct]
     console = Console()
     console.print(f"BLAS {BLAS.name}; {os.cpu_count()} processors")
-    shipped = as_shipped(arguments.dtype, arguments.quick)
+    shipped = as_shipped(arguments.dtype, ["--smoke"] if arguments.smoke else ["--quick"] if arguments.quick else [])
     results: dict[str, Any] = {}
     losing = []
     for name in arguments.dtype:
@@ -80,12 +83,12 @@ def main() -> None:
             table.add_column(column, justify="right")
         for column in ("x dense", "x shipped", "GB/s", "% of loop"):
             table.add_column(column, justify="right")
-        for shape in SHAPES:
+        for shape in shapes:
             stock, key = dense(shape, dtype, seconds), f"{shape.name} {name}"
             before = shipped.get(key)
             found = results[key] = {"dense": stock, "as shipped": before}
             for backend, page_size in [(gather, usual), *((b, size) for size in page_sizes for b in backends)]:
-                loop = MemoryLoop()
+                loop = MemoryLoop(1 if arguments.smoke else 256)
                 value = paged(shape, dtype, page_size, backend, backend, seconds, between=loop)
                 if value is None:
                     table.add_row(shape.name, "", "", backend.name, str(page_size), "not supported", *[""] * 4)
@@ -110,15 +113,13 @@ def main() -> None:
         for backend in backends:
             for size in page_sizes:
                 label = f"{backend.name} page {size}"
-                mixed, row = (results[f"{s} {name}"].get(label) for s in (SHAPES[3].name, ONE_ROW))
+                mixed, row = (results[f"{s} {name}"].get(label) for s in (shapes[3].name, ONE_ROW))
                 if mixed and row:
                     # Of each its own loop, so that a machine that others use doesn't decide.
                     took = (row["GB/s"] / row["loop GB/s"]) / (mixed["GB/s"] / mixed["loop GB/s"])
                     console.print(f"{name}, {label}: rows of mixed lengths take x{took:.2f} the time of one row")
     console.print("Slower than dense:", *(losing or ["nothing"]), sep="\n  ")
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=1)
+    save(arguments, results)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -36,6 +36,11 @@ class Shape:
     kv_heads: int
     dim: int
     queries: int = 1
+
+    def cut(self, longest: int) -> Shape:
+        """The same with at most ``longest`` tokens in a row."""
+        contexts = tuple(min(context, longest) for context in self.contexts)
+        return replace(self, contexts=contexts, queries=min(self.queries, longest))
 
     def kv_bytes(self, dtype: mx.Dtype) -> int:
         return 2 * sum(self.contexts) * self.kv_heads * self.dim * dtype.size

@@ -8,10 +8,9 @@ The model drafts for itself (every draft is right: the most that can be accepted
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from tinykv_plugin.blas import load_blas
@@ -25,6 +24,7 @@ from mlx_lm.models import llama  # noqa: E402
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
+from running import model_folder, parse, parser_of, save  # noqa: E402
 
 import tinykv_plugin as tinykv  # noqa: E402
 
@@ -80,19 +80,16 @@ def rewind_us(model: Any, context: int) -> float:
     return statistics.median(times) * 1e6
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--model", help="folder of a model in mlx-lm's format")
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--contexts", nargs="+", type=int, default=[256, 4096, 32768], help="of the rewinds")
     parser.add_argument("--drafts", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--json", help="write the numbers to this file")
-    arguments = parser.parse_args()
-    if arguments.model is None:
-        from tinykv_plugin.demo.fetch import fetch_model
-
-        arguments.model = str(fetch_model(dtype="float32"))
-    model, tokenizer = load(arguments.model)
-    own, _ = load(arguments.model)
+    arguments = parse(parser, argv, tokens=6, drafts=[2], contexts=[64])
+    folder = model_folder(arguments, dtype="float32")
+    model, tokenizer = load(folder)
+    own, _ = load(folder)
     drafts = {"itself": own, "a tiny random model": tiny(model.args.vocab_size)}
     console = Console(width=120)
     console.print(f"BLAS {BLAS.name}")
@@ -116,13 +113,11 @@ def main() -> None:
     console.print(table)
     table = Table("context", "4 tokens taken back in all layers")
     with tinykv.attach(model):
-        for context in (256, 4096, 32768):
+        for context in arguments.contexts:
             results[f"rewind at {context}"] = rewind_us(model, context)
             table.add_row(f"{context:,}", f"{results[f'rewind at {context}']:.0f} us")
     console.print(table)
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=1)
+    save(arguments, results)
 
 
 if __name__ == "__main__":

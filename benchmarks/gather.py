@@ -11,14 +11,11 @@ and growth ahead, ours whole pages; waste is the share of either without a token
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from tinykv_plugin.blas import load_blas
@@ -30,6 +27,7 @@ from mlx_lm.models import base, llama  # noqa: E402
 from mlx_lm.models.cache import KVCache  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
+from running import parse, parser_of, save  # noqa: E402
 from shapes import HEAD_DIM, HEADS, KV_HEADS, make_model  # noqa: E402
 
 import tinykv_plugin as tinykv  # noqa: E402
@@ -156,14 +154,13 @@ def show(results: list[Result], page_size: int) -> None:
         console.print("gather is as fast as stock in every case.")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--page-size", type=int, default=32)
     parser.add_argument("--steps", type=int, default=12, help="steps to time in each case (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE too")
-    options = parser.parse_args()
+    options = parse(parser, argv, contexts=[64], batches=[1, 2], steps=2)
     mx.random.seed(0)
     model = make_model(LAYERS)
     results = []
@@ -173,8 +170,7 @@ def main() -> None:
                 results.append(measure(model, context, batch, mixed, options.page_size, options.steps))
                 mx.clear_cache()
     show(results, options.page_size)
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n", encoding="utf-8")
+    save(options, [asdict(result) for result in results])
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ Prints the time to the first token and decode tokens/s. Without --model the demo
 
 from __future__ import annotations
 
-import argparse
-import json
+from collections.abc import Sequence
 from typing import Any
 
 from tinykv_plugin.blas import load_blas
@@ -18,28 +17,25 @@ BLAS = load_blas()
 from mlx_lm import load  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
+from running import model_folder, parse, parser_of, save  # noqa: E402
 
 from tinykv_plugin.bench.single import compare, decode_at, generate  # noqa: E402
 from tinykv_plugin.bench.ways import STOCK, vocabulary, ways  # noqa: E402
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--model", help="a local model folder")
     parser.add_argument("--prompt", nargs="+", type=int, default=[64, 2000, 4000])
     parser.add_argument("--decode-at", nargs="*", type=int, default=[8000])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--page-size", type=int, default=None)
-    parser.add_argument("--json", help="write the numbers to this file")
-    arguments = parser.parse_args()
-    if arguments.model is None:
-        from tinykv_plugin.demo.fetch import fetch_model
-
-        arguments.model = str(fetch_model())
-    model = load(arguments.model)[0]
+    arguments = parse(parser, argv, prompt=[8], decode_at=[40], tokens=4)
+    folder = model_folder(arguments)
+    model = load(folder)[0]
     wanted = ways(model, **({} if arguments.page_size is None else {"page_size": arguments.page_size}))
     console = Console()
-    console.print(f"model {arguments.model}, BLAS {BLAS.name}, {arguments.tokens} tokens")
+    console.print(f"model {folder}, BLAS {BLAS.name}, {arguments.tokens} tokens")
     table = Table()
     for column in ("prompt", "way", "first token s", "x stock", "decode tokens/s", "x stock", "same tokens"):
         table.add_column(column, justify="right")
@@ -82,9 +78,7 @@ def main() -> None:
             table.add_row(f"decode at {context}", way, "", "", f"{speed:.1f}", f"{speed / stock:.2f}", "")
     console.print(table)
     console.print("Slower than stock:", *(losing or ["nothing"]), sep="\n  ")
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=1)
+    save(arguments, results)
 
 
 if __name__ == "__main__":

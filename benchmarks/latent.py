@@ -10,12 +10,10 @@ compared.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from tinykv_plugin.blas import load_blas
@@ -27,6 +25,7 @@ from mlx_lm.models import deepseek_v3  # noqa: E402
 from mlx_lm.models.cache import BatchKVCache, KVCache  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
+from running import parse, parser_of, save  # noqa: E402
 
 import tinykv_plugin as tinykv  # noqa: E402
 
@@ -114,14 +113,13 @@ def measure(model: Any, context: int, batch: int, page_size: int, steps: int) ->
         return Result(context, batch, medians["stock"], medians["paged"], ratio, difference, kv.plan[0].reason)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--page-size", type=int, default=32)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parse(parser, argv, contexts=[64], batches=[1, 2], steps=2)
     model = make_model()
     results = [
         measure(model, context, batch, options.page_size, options.steps)
@@ -133,8 +131,7 @@ def main() -> None:
         cells = (f"{one.stock_ms:.1f}", f"{one.paged_ms:.1f}", f"x{one.ratio:.2f}", f"{one.difference:.1e}")
         table.add_row(f"{one.context:,}", str(one.batch), *cells)
     Console().print(table)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(one) for one in results], indent=1), encoding="utf-8")
+    save(options, [asdict(one) for one in results])
 
 
 if __name__ == "__main__":

@@ -9,9 +9,8 @@ relative to K and V: queries, block table, partial sums and output; each lane co
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import mlx.core as mx
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from running import parse, parser_of, save
 
 HARNESS = Path(__file__).parents[1] / "tests" / "metal_on_cpu"
 sys.path.insert(0, str(HARNESS))
@@ -125,14 +125,14 @@ def dense(group: int, dim: int, context: int) -> float:
     return (keys.bytes_read + values.bytes_read) / (2 * keys.data.nbytes)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--shapes", type=int, help="the first few of the shapes only")
     parser.add_argument("--context", type=int, default=1024, help="tokens of the row")
-    parser.add_argument("--json", help="write the numbers to this file")
-    arguments = parser.parse_args()
+    arguments = parse(parser, argv, context=64, shapes=1)
     if build.problem():
         sys.exit(build.problem())
-    found = [paged(shape, arguments.context) for shape in SHAPES]
+    found = [paged(shape, arguments.context) for shape in SHAPES[: arguments.shapes]]
     table = Table(title=f"decode attention over {arguments.context:,} tokens, float16, pages of 32 tokens")
     for column in (
         *("q heads", "kv heads", "dim", "queries", "passes", "sets", "threads", "threadgroups", "threadgroup bytes"),
@@ -151,8 +151,7 @@ def main() -> None:
     Console(width=140).print(table)
     losing = [one for one in found if one.mlx_read is not None and one.read > one.mlx_read]
     print("reads more than mlx's kernel:", losing or "none")
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps([asdict(one) for one in found], indent=1), encoding="utf-8")
+    save(arguments, [asdict(one) for one in found])
 
 
 if __name__ == "__main__":

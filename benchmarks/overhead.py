@@ -13,14 +13,11 @@ Figures are medians; cases that miss their target are named at the end.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from tinykv_plugin.blas import load_blas
@@ -32,6 +29,7 @@ from mlx_lm.models import base, llama  # noqa: E402
 from mlx_lm.models.cache import KVCache  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
+from running import parse, parser_of, save  # noqa: E402
 from shapes import HEAD_DIM, HEADS, KV_HEADS, LAYERS, make_model  # noqa: E402
 
 import tinykv_plugin as tinykv  # noqa: E402
@@ -141,7 +139,7 @@ def fork_once(cache: list[Any], new: mx.array) -> tuple[float, int]:
     return seconds, mx.get_active_memory() - before
 
 
-def forking(model: Any, forks: int, context: int = 4096) -> list[Case]:
+def forking(model: Any, forks: int, context: int) -> list[Case]:
     """Part (b)."""
     new = tokens(1)
     # A token past a page's end shares whole pages only; the last page is copied too if the conversation ends inside.
@@ -218,18 +216,17 @@ def show(cases: list[Case]) -> None:
             console.print(f"missed: {case.name}: {case.ratio:.2f}x, target {case.target}", soft_wrap=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=300, help="decode steps to time (default: %(default)s)")
     parser.add_argument("--forks", type=int, default=25, help="forks to time (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE too")
-    options = parser.parse_args()
+    parser.add_argument("--context", type=int, default=4096, help="tokens that are forked (default: %(default)s)")
+    options = parse(parser, argv, steps=2, forks=2, context=64)
     mx.random.seed(0)
     model = make_model()
-    cases = bookkeeping(model, options.steps) + forking(model, options.forks)
+    cases = bookkeeping(model, options.steps) + forking(model, options.forks, options.context)
     show(cases)
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(case) for case in cases], indent=2) + "\n", encoding="utf-8")
+    save(options, [asdict(case) for case in cases])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import random
 import statistics
 import tempfile
@@ -30,6 +29,7 @@ from mlx_lm.generate import generate_step  # noqa: E402
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
+from running import model_folder, parse, parser_of, save  # noqa: E402
 
 import tinykv_plugin as tinykv  # noqa: E402
 
@@ -118,26 +118,22 @@ def converse(serve: Serve, system: list[int], chats: int, turns: int) -> dict[st
     return {"cold": cold, "hits": hits, "ran": ran, "unique": unique, "answers": answers}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--model", help="a local model folder")
     parser.add_argument("--chats", type=int, default=8)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--system", type=int, default=1500)
     parser.add_argument("--quick", action="store_true", help="two chats of two turns over 300 tokens")
-    parser.add_argument("--json", help="write the numbers to this file")
-    arguments = parser.parse_args()
+    arguments = parse(parser, argv, chats=2, turns=2, system=80)
     if arguments.quick:
         arguments.chats, arguments.turns, arguments.system = 2, 2, 300
-    if arguments.model is None:
-        from tinykv_plugin.demo.fetch import fetch_model
-
-        arguments.model = str(fetch_model())
-    model, _ = load(arguments.model)
+    folder = model_folder(arguments)
+    model, _ = load(folder)
     rng = random.Random(0)
     system = [rng.randrange(100, 40_000) for _ in range(arguments.system)]
     console = Console()
-    console.print(f"model {arguments.model}, BLAS {BLAS.name}")
+    console.print(f"model {folder}, BLAS {BLAS.name}")
     answer_of(model, [1, 2, 3], make_prompt_cache(model), 0.0)  # warm up
 
     store = LRUPromptCache(max_size=1000)
@@ -157,9 +153,7 @@ def main() -> None:
             results["restart"] = converse(paged_server(model, kv), system, arguments.chats, 1)
             results["restart"]["bytes"] = kv.prefix_cache.nbytes
     report(console, results, arguments)
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"blas": BLAS.name, **results}, file, indent=1)
+    save(arguments, {"blas": BLAS.name, **results})
 
 
 def report(console: Console, results: dict[str, Any], arguments: argparse.Namespace) -> None:

@@ -17,11 +17,10 @@ the two columns differ by, in one direction or the other.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from mlx_lm.models import base  # noqa: E402
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
+from running import model_folder, parse, parser_of, save  # noqa: E402
 
 import tinykv_plugin as tinykv  # noqa: E402
 
@@ -169,22 +169,18 @@ def show(console: Console, table: dict[str, Any]) -> None:
     console.print(shown)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--model", help="folder of a model in mlx-lm's format")
     parser.add_argument("--tokens", type=int, default=20480)
     parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--json", type=Path, help="write the numbers to this file, and go on from what it holds")
-    arguments = parser.parse_args()
-    if arguments.model is None:
-        from tinykv_plugin.demo.fetch import fetch_model
-
-        arguments.model = str(fetch_model(dtype="float32"))
+    arguments = parse(parser, argv, tokens=128, context=64)
+    folder = model_folder(arguments, dtype="float32")
     check_attention()
-    model, tokenizer = load(arguments.model)
+    model, tokenizer = load(folder)
     tokens = mx.array(tokenizer.encode(TEXT.read_text(encoding="utf-8"))[: arguments.tokens])
     contexts = [tokens[start : start + arguments.context] for start in range(0, tokens.size, arguments.context)]
-    settings = {"model": Path(arguments.model).name, "context": arguments.context, "chunk": CHUNK, "of": tokens.size}
+    settings = {"model": Path(folder).name, "context": arguments.context, "chunk": CHUNK, "of": tokens.size}
     results: dict[str, Any] = {**settings, "contexts": []}
     if arguments.json and arguments.json.exists():
         before = json.loads(arguments.json.read_text(encoding="utf-8"))
@@ -201,8 +197,7 @@ def main() -> None:
         rows.append(measure(model, context))
         results["summary"] = summary(rows)
         console.print(f"context {len(rows)} of {len(contexts)}: {time.perf_counter() - start:.0f} s")
-        if arguments.json:
-            arguments.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+        save(arguments, results)
     show(console, results["summary"])
 
 

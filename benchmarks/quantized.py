@@ -8,9 +8,7 @@ pages" is the same backend on pages in the model's dtype. Bytes are those of a t
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tinykv_plugin.blas import load_blas
@@ -22,6 +20,7 @@ from attention_calls import Shape, copies_for, dense_calls, medians_ms, paged_ca
 from mlx_lm.models.base import quantized_scaled_dot_product_attention  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
+from running import parse, parser_of, save  # noqa: E402
 
 from tinykv_plugin.kv_format import KVFormat  # noqa: E402
 from tinykv_plugin.manager import default_manager  # noqa: E402
@@ -67,14 +66,13 @@ def measure(shape: Shape, dtype: mx.Dtype, backends: list[Any], seconds: float) 
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--dtype", nargs="+", default=["float32"])
     parser.add_argument("--contexts", nargs="+", type=int, default=[4096, 16384])
     parser.add_argument("--quick", action="store_true", help="short measurements")
-    parser.add_argument("--json", help="write the numbers to this file")
-    arguments = parser.parse_args()
-    seconds = 0.2 if arguments.quick else 0.6
+    arguments = parse(parser, argv, contexts=[64], quick=True)
+    seconds = 0.0 if arguments.smoke else 0.2 if arguments.quick else 0.6
     plugins = default_manager()
     backends = [backend for backend in plugins.backends("auto") if getattr(backend, "reads_quantized", False)]
     console = Console(width=150)
@@ -111,9 +109,7 @@ def main() -> None:
                     results[f"{shape.name} {label}"] = {"mlx-lm": theirs} | {k: v[label] for k, v in found.items()}
                 console.print(table)
     console.print("Slower:", *(losing or ["nothing"]), sep="\n  ")
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=1)
+    save(arguments, results)
 
 
 if __name__ == "__main__":

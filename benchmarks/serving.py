@@ -9,8 +9,7 @@ Without --model the demo model SmolLM2-135M is fetched. Every answer is compared
 
 from __future__ import annotations
 
-import argparse
-import json
+from collections.abc import Sequence
 
 from tinykv_plugin.blas import load_blas
 
@@ -19,28 +18,26 @@ BLAS = load_blas()
 from mlx_lm import load  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
+from running import model_folder, parse, parser_of, save  # noqa: E402
 
 from tinykv_plugin.bench.batches import compare, scenarios  # noqa: E402
 from tinykv_plugin.bench.ways import vocabulary  # noqa: E402
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--model", help="a local model folder")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--scenario", nargs="+", default=["a", "b", "c", "d"], choices=["a", "b", "c", "d"])
+    parser.add_argument("--divide", type=int, default=1, help="divide the lengths of prompts and answers by this")
     parser.add_argument("--quick", action="store_true", help="a quarter of the tokens")
-    parser.add_argument("--json", help="write the numbers to this file")
-    arguments = parser.parse_args()
-    if arguments.model is None:
-        from tinykv_plugin.demo.fetch import fetch_model
-
-        arguments.model = str(fetch_model())
-    model = load(arguments.model)[0]
+    arguments = parse(parser, argv, divide=64)
+    folder = model_folder(arguments)
+    model = load(folder)[0]
     console = Console()
-    console.print(f"model {arguments.model}, BLAS {BLAS.name}")
+    console.print(f"model {folder}, BLAS {BLAS.name}")
     results = {}
-    for name, requests in scenarios(4 if arguments.quick else 1, vocabulary(model)).items():
+    for name, requests in scenarios(4 if arguments.quick else arguments.divide, vocabulary(model)).items():
         if name not in arguments.scenario:
             continue
         found = compare(model, name, requests, arguments.attention)
@@ -53,9 +50,7 @@ def main() -> None:
             table.add_row(label, *(f"{value:,.2f}" for value in numbers.values()))
         console.print(table)
         console.print(f"paged loses on: {', '.join(found.losing) or 'nothing'}")
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=1)
+    save(arguments, results)
 
 
 if __name__ == "__main__":

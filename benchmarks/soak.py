@@ -8,12 +8,12 @@ none may be lost, no page leaked, and the pool's bytes must not change once it h
 
 from __future__ import annotations
 
-import argparse
 import logging
 import random
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +21,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 from rich.console import Console
 from rich.progress import Progress
+from running import parse, parser_of, save
 
 import tinykv_plugin as tinykv
 
@@ -140,12 +141,12 @@ class _Exploding:
         return logits
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pages", type=int, default=160, help="pages of 4 tokens")
-    arguments = parser.parse_args()
+    arguments = parse(parser, argv, requests=30, pages=48)
     logging.getLogger("tinykv").setLevel(logging.CRITICAL)  # the injected failures are expected
     console = Console()
     with Progress(console=console, transient=True) as progress:
@@ -155,7 +156,9 @@ def main() -> None:
         f"{result.preempted} preemptions, {len(result.wrong)} wrong, {len(result.lost)} lost, "
         f"{result.leaked_pages} pages leaked, pool sizes {sorted(result.reserved_bytes)} bytes, {result.seconds:.1f} s"
     )
-    sys.exit(0 if result.ok else 1)
+    save(arguments, {**asdict(result), "reserved_bytes": sorted(result.reserved_bytes)})
+    if not result.ok:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

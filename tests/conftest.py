@@ -82,7 +82,18 @@ TINY_LLAMA: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny llama in a folder that ``mlx_lm.load`` reads, with a tokenizer of bytes."""
+    """A tiny llama in a folder that ``mlx_lm.load`` reads, with a tokenizer of bytes; its head dim can be quantized."""
+    return make_model_dir(tmp_path_factory.mktemp("tiny"), head_dim=32)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir_64(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with the head dim that mlx-lm's quantized caches need."""
+    return make_model_dir(tmp_path_factory.mktemp("tiny"), head_dim=64)
+
+
+def make_model_dir(folder: Path, **fields: Any) -> Path:
+    """Writes a tiny llama with these ``fields`` into ``folder``."""
     from mlx_lm.utils import save_model
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -90,13 +101,11 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocabulary = {letter: index for index, letter in enumerate([*letters, "<s>", "</s>"])}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
-    folder = tmp_path_factory.mktemp("tiny")
     tokenizer.save(str(folder / "tokenizer.json"))
     template = "{% for message in messages %}<s>{{ message['content'] }}{% endfor %}"
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    # A head dim that can be quantized.
-    fields = {"vocab_size": len(vocabulary), "head_dim": 32}
+    fields = {"vocab_size": len(vocabulary), **fields}
     (folder / "config.json").write_text(json.dumps({**TINY_LLAMA, **fields}), encoding="utf-8")
     save_model(folder, make_tiny_llama(**fields))
     return folder

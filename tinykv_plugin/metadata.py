@@ -65,6 +65,20 @@ class PagedKVMetadata:
         return self.step.block_table()
 
     @property
+    def page_ids(self) -> mx.array:
+        """int32 ``(n,)``: the block table's rows one after the other, unpadded.
+
+        Page ``i`` of row ``b`` is ``page_ids[row_starts[b] + i]``. Only pages of the row's tokens may be read, and none
+        behind its window: what stands elsewhere means nothing. In contrast to the rectangle, a step costs what it adds.
+        """
+        return self.step.page_ids()
+
+    @property
+    def row_starts(self) -> mx.array:
+        """int32 ``(batch,)``: where in :attr:`page_ids` each row begins."""
+        return self.step.row_starts()
+
+    @property
     def context_lens(self) -> mx.array:
         """int32 ``(batch,)``: valid tokens per row, this step's included."""
         return self.step.context_lens_array()

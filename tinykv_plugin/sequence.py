@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from .errors import CacheStateError
 
 if TYPE_CHECKING:
-    from .session import PagedSession
+    from .session import PagedSession, RunningBatch
     from .step import Step
     from .table import PageTable
 
@@ -32,6 +32,7 @@ class PagedSequence:
         "broken",
         "growing",
         "layers",
+        "lost",
         "session",
         "slots",
         "step",
@@ -55,9 +56,11 @@ class PagedSequence:
         self.slots = 0
         # Passes of several tokens are drafts to be verified: each reads what it would read alone.
         self.stepwise = False
-        self.batch: object = None  # the RunningBatch it was last in
+        self.batch: RunningBatch | None = None  # that it was last in
         # A pass broke off: layers without pages may have gone on further than ``tokens``.
         self.broken = False
+        # Its pages hold nothing any more: see unfinished.py.
+        self.lost = False
         self._forks: list[tuple[str, weakref.ref[PagedSequence]]] = []
         self._forked_at = -1
         session.sequences.add(self)
@@ -100,6 +103,7 @@ class PagedSequence:
         self.slots = 0
         self.trims = {}
         self.tokens = tokens
+        self.lost = self.lost and tokens > 0
         for group, table in enumerate(self.tables):
             if -(-tokens // table.page_size) < len(table.pages):
                 self.own(group).truncate(tokens)
@@ -158,6 +162,7 @@ class PagedSequence:
             fork = PagedSequence(self.session, list(self.tables))
             fork.tokens = self.tokens
             fork.broken = self.broken
+            fork.lost = self.lost
             self.slots = 0  # the tail page is shared from now on
             for table in self.tables:
                 table.holders += 1

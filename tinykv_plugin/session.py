@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
@@ -37,6 +38,7 @@ from .sequence import PagedSequence
 from .stats import PoolStats, collect
 from .step import GroupStep, Step
 from .table import PageTable, Retention
+from .unfinished import LOST, discard_unfinished
 from .unused import UnusedCache
 
 log = logging.getLogger("tinykv")
@@ -49,12 +51,23 @@ KEPT_TOKENS = 4
 RUNNING_BATCHES = 4
 
 
-@dataclass
+@dataclass(eq=False)
 class RunningBatch:
     """Rows that make their steps together, and their block table in each cache group."""
 
     rows: list[weakref.ref[PagedSequence]]
     block_tables: list[BlockTable]
+
+    def becomes(self, rows: list[weakref.ref[PagedSequence]]) -> bool:
+        """Take over ``rows``, if some joined or left; False if most of them, or of those before, are others."""
+        places = {id(ref): index for index, ref in enumerate(self.rows)}  # an object has one weak reference
+        sources = [places.get(id(ref), -1) for ref in rows]
+        if 2 * (len(rows) - sources.count(-1)) < max(len(rows), len(self.rows)):
+            return False
+        for block_table in self.block_tables:
+            block_table.rearrange(sources)
+        self.rows = rows
+        return True
 
 
 class PagedSession:
@@ -82,6 +95,7 @@ class PagedSession:
         self.kv_format = KVFormat.of(context.config)
         self.emit = context.emit
         self._thread = threading.get_ident()
+        self._runner = threading.current_thread()
         self._batches: deque[RunningBatch] = deque(maxlen=RUNNING_BATCHES)
         self._offsets: tuple[list[int], mx.array] | None = None
         config = context.config
@@ -257,6 +271,8 @@ class PagedSession:
         if short:
             needy = [rows[index] for index in short]
             needed = [query_lens[index] for index in short]
+            if any(row.lost for row in needy):
+                raise CacheStateError(LOST)
             try:
                 self.cow_copies += self._reserve(needy, needed)
             except Exception:
@@ -267,7 +283,7 @@ class PagedSession:
                 row.count_slots()
         context_lens = [row.tokens + count for row, count in zip(rows, query_lens, strict=True)]
         refs = [weakref.ref(row) for row in rows]
-        batch = self._running_batch(refs)
+        batch = self._running_batch(rows, refs)
         # Rows that were in another batch since may have changed there.
         changed = [*short, *(index for index, row in enumerate(rows) if row.batch is not batch)]
         groups = []
@@ -322,6 +338,8 @@ class PagedSession:
             key_dtype, value_dtype = pages.dtypes
             return mx.zeros((1, *key_shape), key_dtype), mx.zeros((1, *value_shape), value_dtype)
         step = GroupStep([row.tables[layer.group]], [tokens], [1], 1)
+        if row.lost:
+            raise CacheStateError(LOST)
         before = pages.last_read
         # By an index: a view would be a holder of the pool's array, which the next write would have to copy.
         keys, values = (side[int32([0])] for side in self.gather.stored(PagedKVMetadata(pages, step)))
@@ -417,13 +435,17 @@ class PagedSession:
                 for group in row.step.groups:
                     group.forget()
 
-    def _running_batch(self, refs: list[weakref.ref[PagedSequence]]) -> RunningBatch:
-        """The block tables kept for these rows, in this order; new ones if there are none."""
-        for batch in self._batches:
-            if batch.rows == refs:
-                return batch
-        batch = RunningBatch(refs, [BlockTable() for _ in self.pools])
-        self._batches.appendleft(batch)
+    def _running_batch(self, rows: Sequence[PagedSequence], refs: list[weakref.ref[PagedSequence]]) -> RunningBatch:
+        """The block tables kept for these rows, in this order; those of a batch that they came from, or new ones."""
+        batch = next((batch for batch in self._batches if batch.rows == refs), None)
+        if batch is None:
+            batch = next((row.batch for row in rows if row.batch in self._batches), None)
+            if batch is None or not batch.becomes(refs):
+                batch = RunningBatch(refs, [BlockTable() for _ in self.pools])
+        if not self._batches or batch is not self._batches[0]:
+            with contextlib.suppress(ValueError):
+                self._batches.remove(batch)
+            self._batches.appendleft(batch)
         return batch
 
     def pages_for(self, layer: PagedLayer, keys: mx.array, values: mx.array) -> LayerPages:
@@ -460,20 +482,25 @@ class PagedSession:
         if self.closed:
             raise CacheStateError("the model was detached from tinykv; make a new prompt cache for it")
         self.collect_abandoned()
-        thread = threading.get_ident()
-        if thread == self._thread:
+        # Not by its number, which a new thread may have after it.
+        runner = threading.current_thread()
+        if runner is self._runner:
             return
         layers = [pages for pool in self.pools for pages in pool.layers.values()]
         try:
             mx.eval([[*pages.state(), pages.last_read] for pages in layers])
         except RuntimeError as error:
-            raise CacheStateError(
-                f"another thread is in the middle of a step of this model ({error}); "
-                f"let it finish (mx.eval its output) before this thread uses the model"
-            ) from None
+            if self._runner.is_alive():
+                raise CacheStateError(
+                    f"another thread is in the middle of a step of this model ({error}); "
+                    f"let it finish (mx.eval its output) before this thread uses the model"
+                ) from None
+            log.warning("a thread ended in the middle of a step of this model: the prompt caches there are were lost")
+            discard_unfinished(self)
         for pages in layers:
             pages.last_read = None  # that thread's, and over
-        self._thread = thread
+        self._thread = threading.get_ident()
+        self._runner = runner
 
 
 @dataclass(frozen=True)

@@ -84,13 +84,25 @@ class GroupStep:
         self._table = None
         self._arrays.clear()
 
+    def page_ids(self) -> mx.array:
+        """int32 ``(n,)``: the pages of row ``b`` begin at ``row_starts()[b]``."""
+        return self._rows().device_page_ids()
+
+    def row_starts(self) -> mx.array:
+        """int32 ``(batch,)``: where in ``page_ids()`` each row begins."""
+        return self._rows().device_row_starts()
+
+    def host_row_starts(self) -> HostArray:
+        """:meth:`row_starts` as a numpy array; valid until the next step."""
+        return self._rows().row_starts
+
     def block_table(self) -> mx.array:
         """int32 ``(batch, max_pages)``, padded with -1."""
-        return self._rows().device()
+        return self._rows().device_rectangle()
 
     def block_rows(self) -> HostArray:
         """The block table as a numpy array; valid until the next step."""
-        return self._rows().host
+        return self._rows().rectangle()
 
     def context_lens_array(self) -> mx.array:
         """``context_lens`` as int32 ``(rows,)``."""
@@ -107,15 +119,15 @@ class GroupStep:
     def slots(self) -> HostArray:
         """The slot mapping as a numpy array."""
         size = self.page_size
-        rows = self.block_rows()
+        pages, starts = self._rows().page_ids, self._rows().row_starts
         if self.width == 1 and all(self.query_lens):
             positions = np.asarray(self.context_lens, dtype=np.int32) - 1
-            pages = rows[np.arange(len(rows)), positions // size]
-            return (pages * size + positions % size)[:, None]
+            slots: HostArray = pages[starts + positions // size] * size + positions % size
+            return slots[:, None]
         slots = np.full((len(self.tables), self.width), -1, dtype=np.int32)
-        for row, table, context, query in zip(slots, rows, self.context_lens, self.query_lens, strict=True):
+        for row, start, context, query in zip(slots, starts, self.context_lens, self.query_lens, strict=True):
             positions = np.arange(context - query, context, dtype=np.int32)
-            row[:query] = table[positions // size] * size + positions % size
+            row[:query] = pages[start + positions // size] * size + positions % size
         return slots
 
     def _rows(self) -> BlockTable:

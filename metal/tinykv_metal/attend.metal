@@ -29,11 +29,11 @@ const int set = simdgroup / MEMBERS;
 const int pass_vector = threadgroup_position_in_grid.y % PASSES * (SETS * PASS);
 const int first_vector = pass_vector + set * PASS;
 const int kv_heads = key_pages_shape[1];
-const int max_pages = block_table_shape[1];
 
 const int context_len = rows[4 * row];
 const int query_len = rows[4 * row + 1];
 const int low = rows[4 * row + 2];  // no query of this row sees a token in [keep, low)
+const int start = rows[4 * row + 3];  // of its page ids
 const int window = extent[0];       // 0: none
 const int keep = extent[1];
 const int part = extent[2] + threadgroup_position_in_grid.x;
@@ -75,7 +75,7 @@ for (int tile = begin; tile < end; tile += TILE) {
       const int u = (item + simdgroup) / 2;
       const int position = tile + u;
       if (in_reach(position, end, low, keep)) {
-        const int page = block_table[row * max_pages + position / PAGE];
+        const int page = page_ids[start + position / PAGE];
         if (simdgroup % 2 == 0) {
           const int64_t key = token_offset(page, kv_head, position % PAGE, kv_heads, PAGE, K_ROW);
           float x[K_SIZE];
@@ -99,7 +99,7 @@ for (int tile = begin; tile < end; tile += TILE) {
     if (first + TOKENS <= low && first >= keep) {
       continue;
     }
-    const int page = SETS > 1 ? 0 : block_table[row * max_pages + first / PAGE];
+    const int page = SETS > 1 ? 0 : page_ids[start + first / PAGE];
     const int64_t key = token_offset(page, kv_head, first % PAGE, kv_heads, PAGE, K_ROW);
     const int64_t value = token_offset(page, kv_head, first % PAGE, kv_heads, PAGE, V_ROW);
 

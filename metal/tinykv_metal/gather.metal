@@ -12,13 +12,14 @@ const int kv_head = thread_position_in_grid.z % kv_heads;
 const int kept = rows[4 * row];        // columns of the first tokens
 const int newest = rows[4 * row + 1];  // position of the column after them
 const int length = rows[4 * row + 2];  // columns that hold a token
+const int start = rows[4 * row + 3];   // of its page ids
 const int64_t to = int64_t(thread_position_in_grid.z) * threads_per_grid.y + column;
 
 int page = 0;
 int slot = 0;
 if (column < length) {
   const int position = column < kept ? column : column - kept + newest;
-  page = block_table[row * block_table_shape[1] + position / PAGE];
+  page = page_ids[start + position / PAGE];
   slot = position % PAGE;
 }
 if (dim < K_DIM) {

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tinykv_plugin.kv_format import Affine
     from tinykv_plugin.metadata import PagedKVMetadata, PagedMask
     from tinykv_plugin.pages import LayerPages
+    from tinykv_plugin.step import GroupStep
 
 SOURCES = ("common", "attend", "reduce", "write", "copy", "gather")
 _TOKEN = ((1,), mx.int32)
@@ -33,13 +34,13 @@ class Kernels:
     def __init__(self) -> None:
         self._attend = Kernel(
             "attend",
-            ["queries", *_POOLS, "block_table", "rows", "extent", "numbers", "mask", "sinks", *_AFTER],
+            ["queries", *_POOLS, "page_ids", "rows", "extent", "numbers", "mask", "sinks", *_AFTER],
             ["out", "stats", "token"],
         )
         self._reduce = Kernel("reduce", ["partial", "stats", "sinks"], ["out"])
         self._write = Kernel("write", [*_POOLS, "slot_mapping", "keys", "values", *_AFTER], ["token"])
         self._copy = Kernel("copy", [*_POOLS, "moves", *_AFTER], ["token"])
-        self._gather = Kernel("gather", [*_POOLS, "block_table", "rows", *_AFTER], ["keys", "values", "token"])
+        self._gather = Kernel("gather", [*_POOLS, "page_ids", "rows", *_AFTER], ["keys", "values", "token"])
         # Stands for an input that isn't there.
         self._absent = mx.array(np.zeros((1, 1, 1, 1), dtype=np.int32))
         self._numbers: dict[tuple[float, float], mx.array] = {}
@@ -87,12 +88,12 @@ class Kernels:
         """
         pages = metadata.pages
         key_pages, value_pages = _pools(pages)
-        rows = metadata.step.cached("metal columns", lambda: _column_rows(spans))
+        rows = metadata.step.cached("metal columns", lambda: _column_rows(metadata.step, spans))
         columns = max(1, max(sum(stop - start for start, stop in row) for row in spans))
         batch, heads = len(spans), pages.spec.kv_heads
         key_dim, value_dim = _dims(pages)
         keys, values, token = self._gather(
-            key_pages, value_pages, self._table(metadata), rows, *self._after(pages),
+            key_pages, value_pages, self._page_ids(metadata), rows, *self._after(pages),
             template=[
                 ("K", key_pages.dtype), ("V", value_pages.dtype), ("K_DIM", key_dim), ("V_DIM", value_dim),
                 ("PAGE", pages.page_size),
@@ -134,7 +135,7 @@ class Kernels:
         vectors = batch * heads * width
         sinks_or_none = self._absent if sinks is None else sinks
         out, stats, token = self._attend(
-            queries, key_pages, value_pages, self._table(metadata), rows, extent, self._number_array(scale, softcap),
+            queries, key_pages, value_pages, self._page_ids(metadata), rows, extent, self._number_array(scale, softcap),
             self._absent if array is None else array, sinks_or_none, *self._after(pages),
             template=[
                 ("T", queries.dtype if whole else mx.float32), ("WHOLE", whole), *variant.constants,
@@ -164,9 +165,9 @@ class Kernels:
     def _after(self, pages: LayerPages) -> list[mx.array]:
         return [self._absent if token is None else token for token in (pages.written, pages.last_read)]
 
-    def _table(self, metadata: PagedKVMetadata) -> mx.array:
-        table = metadata.block_table
-        return table if table.size else metadata.step.cached("metal no pages", lambda: _int32([[-1]] * table.shape[0]))
+    def _page_ids(self, metadata: PagedKVMetadata) -> mx.array:
+        page_ids = metadata.page_ids
+        return page_ids if page_ids.size else self._absent
 
     def _number_array(self, scale: float, softcap: float | None) -> mx.array:
         numbers = (scale, softcap or 1.0)
@@ -226,25 +227,27 @@ def _mask(mask: object, shape: tuple[int, int, int]) -> tuple[int, mx.array | No
 def _token_rows(metadata: PagedKVMetadata, window: int, keep: int) -> tuple[mx.array, mx.array, int]:
     """For attend.metal: ``rows``, ``extent``, and the number of parts.
 
-    A row is its tokens, its query tokens and the first token after the kept ones that some query sees.
+    A row is its tokens, its query tokens, the first token after the kept ones that some query sees, and where its
+    page ids begin.
     """
     step = metadata.step
     rows = []
-    for context, count in zip(step.context_lens, step.query_lens, strict=True):
+    starts = step.host_row_starts().tolist()
+    for context, count, start in zip(step.context_lens, step.query_lens, starts, strict=True):
         own = context - count
-        rows.append([context, count, max(0, own - (window - keep) + 1) if window and own >= window else 0, 0])
+        rows.append([context, count, max(0, own - (window - keep) + 1) if window and own >= window else 0, start])
     first = 0 if keep else min((low for context, _, low, _ in rows if context), default=0) // PART
     parts = max(1, math.ceil(max(step.context_lens) / PART) - first)
     return _int32(rows), _int32([window, keep, first, parts]), parts
 
 
-def _column_rows(spans: Sequence[Sequence[tuple[int, int]]]) -> mx.array:
-    """For gather.metal: a row's kept columns, the position of the column after them, its columns."""
+def _column_rows(step: GroupStep, spans: Sequence[Sequence[tuple[int, int]]]) -> mx.array:
+    """For gather.metal: a row's kept columns, the position of the column after them, its columns, its page ids."""
     rows = []
-    for row in spans:
+    for row, start in zip(spans, step.host_row_starts().tolist(), strict=True):
         kept = row[0][1] if len(row) > 1 else 0
         newest, end = row[-1]
-        rows.append([kept, newest, kept + end - newest, 0])
+        rows.append([kept, newest, kept + end - newest, start])
     return _int32(rows)
 
 

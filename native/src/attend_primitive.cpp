@@ -1,4 +1,5 @@
 // The graph node of attention over pages.
+#include <algorithm>
 #include <stdexcept>
 
 #include "mlx/ops.h"
@@ -9,11 +10,12 @@ namespace {
 
 constexpr const char* kName = "paged attention";
 
-// Inputs: queries, keys, values, block_table, context_lens, query_lens, [mask], [sinks], [what must come first].
+// Inputs: queries, keys, values, block_table, context_lens, query_lens, [row_starts], [mask], [sinks], [what must come
+// first].
 class PagedAttention : public CpuPrimitive {
  public:
-  PagedAttention(mx::Stream stream, const AttentionOptions& options, MaskKind mask, bool sinks, bool checked)
-      : CpuPrimitive(stream), options_(options), mask_(mask), sinks_(sinks), checked_(checked) {}
+  PagedAttention(mx::Stream stream, const AttentionOptions& options, bool starts, MaskKind mask, bool sinks, bool checked)
+      : CpuPrimitive(stream), options_(options), starts_(starts), mask_(mask), sinks_(sinks), checked_(checked) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
   const char* name() const override { return "PagedAttention"; }
@@ -21,7 +23,10 @@ class PagedAttention : public CpuPrimitive {
   Attention describe(const std::vector<mx::array>& inputs) const;
 
  private:
+  int mask_input() const { return starts_ ? 7 : 6; }
+
   AttentionOptions options_;
+  bool starts_;
   MaskKind mask_;
   bool sinks_;
   bool checked_;
@@ -43,7 +48,8 @@ Attention PagedAttention::describe(const std::vector<mx::array>& inputs) const {
   attention.key_format = format_of(kName, keys, options_.keys);
   attention.values = values.data<char>();
   attention.value_format = format_of(kName, values, options_.values);
-  attention.table_width = table.shape(1);
+  attention.table_width = table.shape(-1);
+  if (starts_) attention.row_starts = inputs[6].data<int32_t>();
   attention.block_table = table.data<int32_t>();
   attention.context_lens = inputs[4].data<int32_t>();
   attention.query_lens = inputs[5].data<int32_t>();
@@ -53,7 +59,7 @@ Attention PagedAttention::describe(const std::vector<mx::array>& inputs) const {
   attention.keep = options_.keep;
   attention.softcap = options_.softcap;
   attention.mask = mask_;
-  if (mask_ != MaskKind::none) attention.mask_positions = inputs[6].shape(3);
+  if (mask_ != MaskKind::none) attention.mask_positions = inputs[mask_input()].shape(3);
   return attention;
 }
 
@@ -67,10 +73,10 @@ void PagedAttention::eval_cpu(const std::vector<mx::array>& inputs, std::vector<
   attention.queries = inputs[0].data<char>();
   std::copy_n(inputs[0].strides().begin(), 4, attention.query_strides);
   if (mask_ != MaskKind::none) {
-    attention.mask_data = inputs[6].data<char>();
-    std::copy_n(inputs[6].strides().begin(), 4, attention.mask_strides);
+    attention.mask_data = inputs[mask_input()].data<char>();
+    std::copy_n(inputs[mask_input()].strides().begin(), 4, attention.mask_strides);
   }
-  if (sinks_) attention.sinks = inputs[mask_ == MaskKind::none ? 6 : 7].data<float>();
+  if (sinks_) attention.sinks = inputs[mask_input() + (mask_ == MaskKind::none ? 0 : 1)].data<float>();
 
   auto& encoder = mx::cpu::get_command_encoder(stream());
   encoder.dispatch([attention, checked = checked_] {
@@ -80,7 +86,8 @@ void PagedAttention::eval_cpu(const std::vector<mx::array>& inputs, std::vector<
 }
 
 void check_arguments(const Pages& pages, const mx::array& queries, const mx::array& block_table,
-                     const mx::array& context_lens, const mx::array& query_lens, const AttentionOptions& options) {
+                     const mx::array& context_lens, const mx::array& query_lens,
+                     const std::optional<mx::array>& row_starts, const AttentionOptions& options) {
   check_shapes(kName, pages);
   auto refuse = [&](const std::string& what) {
     throw std::invalid_argument(std::string(kName) + ": " + what + " (queries " + text_of(queries.shape()) +
@@ -97,7 +104,13 @@ void check_arguments(const Pages& pages, const mx::array& queries, const mx::arr
   if (key_dim % 8 != 0 || value_dim % 8 != 0) refuse("head_dim must be a multiple of 8");
   if (queries.shape(1) % pages.keys.shape(1) != 0) refuse("query heads must be a multiple of kv heads");
   const int batch = queries.shape(0);
-  if (block_table.ndim() != 2 || block_table.shape(0) != batch) refuse("block_table must be (batch, max_pages)");
+  if (row_starts) {
+    if (block_table.ndim() != 1) refuse("with row_starts block_table must be (page_ids,)");
+    if (row_starts->ndim() != 1 || row_starts->shape(0) != batch)
+      refuse("row_starts " + text_of(row_starts->shape()) + " must be (batch,)");
+  } else if (block_table.ndim() != 2 || block_table.shape(0) != batch) {
+    refuse("block_table must be (batch, max_pages)");
+  }
   if (context_lens.ndim() != 1 || context_lens.shape(0) != batch || query_lens.shape() != context_lens.shape())
     refuse("context_lens and query_lens must be (batch,)");
   if (options.window < 0 || options.keep < 0 || (options.window > 0 && options.keep >= options.window))
@@ -109,9 +122,9 @@ void check_arguments(const Pages& pages, const mx::array& queries, const mx::arr
 
 std::pair<mx::array, mx::array> attend(
     const Pages& pages, const mx::array& queries, const mx::array& block_table, const mx::array& context_lens,
-    const mx::array& query_lens, const std::optional<mx::array>& mask, const std::optional<mx::array>& sinks,
-    const AttentionOptions& options) {
-  check_arguments(pages, queries, block_table, context_lens, query_lens, options);
+    const mx::array& query_lens, const std::optional<mx::array>& row_starts, const std::optional<mx::array>& mask,
+    const std::optional<mx::array>& sinks, const AttentionOptions& options) {
+  check_arguments(pages, queries, block_table, context_lens, query_lens, row_starts, options);
   const mx::Stream stream = cpu_stream();
   std::vector<mx::array> inputs = {
       queries,
@@ -121,7 +134,8 @@ std::pair<mx::array, mx::array> attend(
       contiguous_as(context_lens, mx::int32, stream),
       contiguous_as(query_lens, mx::int32, stream),
   };
-  const bool known_rows = known(inputs[3]) && known(inputs[4]) && known(inputs[5]);
+  if (row_starts) inputs.push_back(contiguous_as(*row_starts, mx::int32, stream));
+  const bool known_rows = std::all_of(inputs.begin() + 3, inputs.end(), known);
   MaskKind kind = MaskKind::none;
   if (mask) {
     kind = mask->dtype() == mx::bool_ ? MaskKind::boolean : MaskKind::additive;
@@ -136,7 +150,7 @@ std::pair<mx::array, mx::array> attend(
     inputs.push_back(contiguous_as(*sinks, mx::float32, stream));
   }
 
-  auto primitive = std::make_shared<PagedAttention>(stream, options, kind, bool(sinks), known_rows);
+  auto primitive = std::make_shared<PagedAttention>(stream, options, bool(row_starts), kind, bool(sinks), known_rows);
   if (known_rows) check(primitive->describe(inputs));
   add_pending(inputs, pages.written, pages.last_read);
   mx::Shape shape = queries.shape();

@@ -20,7 +20,7 @@ struct Attention {
   int value_dim = 0;
   int num_pages = 0;
   int page_size = 0;
-  int table_width = 0;
+  int table_width = 0;  // with row_starts: of all rows
 
   const char* queries = nullptr;
   Dtype dtype = Dtype::float32;  // of queries and out
@@ -31,7 +31,8 @@ struct Attention {
   Format value_format;
   char* out = nullptr;
 
-  const int32_t* block_table = nullptr;   // batch x table_width
+  const int32_t* block_table = nullptr;   // batch x table_width, or rows of any length
+  const int32_t* row_starts = nullptr;    // batch: where a row begins; null: table_width apart
   const int32_t* context_lens = nullptr;  // batch
   const int32_t* query_lens = nullptr;    // batch; queries from there on are padding and give zeros
 
@@ -47,6 +48,8 @@ struct Attention {
   int64_t mask_strides[4] = {};
   int mask_positions = 0;
 
+  int64_t row_start(int row) const { return row_starts ? row_starts[row] : int64_t(row) * table_width; }
+  const int32_t* pages_of(int row) const { return block_table + row_start(row); }
   int rows_per_token() const { return query_heads / kv_heads; }
 };
 

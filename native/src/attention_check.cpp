@@ -17,7 +17,7 @@ template <class... Parts>
 }
 
 void check_pages(const Attention& attention, int row, int begin, int end) {
-  const int32_t* table = attention.block_table + int64_t(row) * attention.table_width;
+  const int32_t* table = attention.pages_of(row);
   for (int page = begin / attention.page_size; page * int64_t(attention.page_size) < end; ++page)
     if (table[page] < 0 || table[page] >= attention.num_pages)
       refuse("block_table[", row, "][", page, "] is ", table[page], ", but there are pages 0 to ",
@@ -39,11 +39,15 @@ Visible visible(const Attention& attention, int row, int token) {
 }
 
 void check(const Attention& attention) {
-  const int64_t room = int64_t(attention.table_width) * attention.page_size;
   for (int row = 0; row < attention.batch; ++row) {
+    const int64_t start = attention.row_start(row);
+    if (attention.row_starts && (start < 0 || start > attention.table_width))
+      refuse("row_starts[", row, "] is ", start, ", but there are ", attention.table_width, " page ids");
+    const int64_t width = attention.table_width - (attention.row_starts ? start : 0);
+    const int64_t room = width * attention.page_size;
     const int context = attention.context_lens[row], queries = attention.query_lens[row];
     if (context < 0 || context > room)
-      refuse("context_lens[", row, "] is ", context, ", but a block table of ", attention.table_width, " pages of ",
+      refuse("context_lens[", row, "] is ", context, ", but a block table of ", width, " pages of ",
              attention.page_size, " tokens has room for 0 to ", room);
     if (queries < 0 || queries > attention.query_len || queries > context)
       refuse("query_lens[", row, "] is ", queries, ", but there are ", attention.query_len, " queries and ", context,

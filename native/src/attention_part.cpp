@@ -92,7 +92,7 @@ void PartWorker::attend(const Attention& attention, const Unit& unit, int n, con
 // Appends pointers to the keys and values of positions [begin, end) after the first `count`; returns the new count.
 int PartWorker::list_tokens(const Attention& attention, const Unit& unit, int begin, int end, int count) {
   const int page_size = attention.page_size;
-  const int32_t* table = attention.block_table + int64_t(unit.row) * attention.table_width;
+  const int32_t* table = attention.pages_of(unit.row);
   const size_t key_bytes = attention.key_format.row_bytes(attention.key_dim);
   const size_t value_bytes = attention.value_format.row_bytes(attention.value_dim);
   for (int position = begin; position < end;) {

@@ -37,14 +37,15 @@ NB_MODULE(_ext, m) {
       [](const mx::array& queries, const mx::array& key_pages, const mx::array& value_pages,
          const mx::array& block_table, const mx::array& context_lens, const mx::array& query_lens, float scale,
          bool causal, int window, int keep, float softcap, const std::optional<PackingNumbers>& keys,
-         const std::optional<PackingNumbers>& values, const OptionalArray& mask, const OptionalArray& sinks,
-         const OptionalArray& written, const OptionalArray& last_read) {
+         const std::optional<PackingNumbers>& values, const OptionalArray& row_starts,
+         const OptionalArray& mask, const OptionalArray& sinks, const OptionalArray& written,
+         const OptionalArray& last_read) {
         return attend({key_pages, value_pages, written, last_read}, queries, block_table, context_lens, query_lens,
-                      mask, sinks, {scale, causal, window, keep, softcap, packing(keys), packing(values)});
+                      row_starts, mask, sinks, {scale, causal, window, keep, softcap, packing(keys), packing(values)});
       },
       "queries"_a, "key_pages"_a, "value_pages"_a, "block_table"_a, "context_lens"_a, "query_lens"_a, nb::kw_only(),
       "scale"_a, "causal"_a = false, "window"_a = 0, "keep"_a = 0, "softcap"_a = 0.0f, "keys"_a.none() = nb::none(),
-      "values"_a.none() = nb::none(), "mask"_a.none() = nb::none(),
+      "values"_a.none() = nb::none(), "row_starts"_a.none() = nb::none(), "mask"_a.none() = nb::none(),
       "sinks"_a.none() = nb::none(), "written"_a.none() = nb::none(), "last_read"_a.none() = nb::none());
   m.def(
       "write_pages",

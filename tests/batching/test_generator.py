@@ -250,6 +250,25 @@ def test_r28_max_kv_size_in_a_batch_equals_solo() -> None:
     assert peak <= 2 * (1 + (12 + 16) // 4 + 2)
 
 
+@pytest.mark.parametrize("pages", [None, 14])
+@pytest.mark.parametrize("step", [4, 8, 32])
+def test_r28_prompts_longer_than_the_limit_give_what_they_give_alone(step: int, pages: int | None) -> None:
+    """What a token reads depends on where its prefill step began: not on the other rows, nor on a preemption."""
+    model = make_model("llama")
+    prompts = prompts_of([9, 35, 3, 40, 12, 20])
+    expected = [
+        solo(model, prompt, 30, cache=[RotatingKVCache(16, keep=4) for _ in model.layers], prefill_step_size=step)
+        for prompt in prompts
+    ]
+    tinykv.attach(model, page_size=4, rewind=0, max_pages=pages)
+    generator = PagedBatchGenerator(model, max_tokens=30, max_kv_size=16, prefill_step_size=step)
+    uids = generator.insert(prompts)
+    tokens, _ = collect(generator)
+    assert [tokens[uid] for uid in uids] == expected
+    assert bool(generator.counts.preempted) == (pages is not None)
+    assert not generator._steps
+
+
 def test_r69_output_does_not_depend_on_the_other_rows() -> None:
     model = make_model("llama")
     prompt = prompts_of([23], seed=4)[0]

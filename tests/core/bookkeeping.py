@@ -16,6 +16,7 @@ from tinykv_plugin.plan import CachePlan
 from tinykv_plugin.pool import Budget
 from tinykv_plugin.protocols import LayerChoice
 from tinykv_plugin.session import PagedSession
+from tinykv_plugin.step import GroupStep
 
 SPEC = LayerSpec(1, 1, 1, mx.int32, mx.int32)
 
@@ -66,6 +67,7 @@ class ArrayBackend:
 
     def write(self, metadata: Any, keys: Any, values: Any) -> None:
         self.faults.point(WriteFault)
+        check_block_table(metadata.step)
         size = metadata.page_size
         for row, slots in enumerate(metadata.step.slots()):
             for token, slot in enumerate(slots.tolist()):
@@ -82,6 +84,18 @@ class ArrayBackend:
 
     def dense(self, metadata: Any) -> Any:
         raise AssertionError("there is no attention in these tests")
+
+
+def check_block_table(step: GroupStep) -> None:
+    """The block table that is kept from step to step is the one that the rows' tables give afresh."""
+    page_ids, starts = np.array(step.page_ids()), np.array(step.row_starts())
+    rectangle = step.block_rows()
+    assert np.array_equal(rectangle, np.array(step.block_table()))
+    assert rectangle.shape == (len(step.tables), max(len(table.pages) for table in step.tables))
+    for row, start, table in zip(rectangle, starts, step.tables, strict=True):
+        pages = np.array(table.pages)
+        assert np.array_equal(row, np.pad(pages, (0, len(row) - len(pages)), constant_values=-1))
+        assert np.array_equal(page_ids[start : start + len(pages)][pages >= 0], pages[pages >= 0])
 
 
 class Tokens(SimpleNamespace):

@@ -108,19 +108,19 @@ BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
     "a page id beyond the pool": (
         attend,
-        Replace("attend", "block_table[row * max_pages + first / PAGE]", "4000"),
+        Replace("attend", "page_ids[start + first / PAGE]", "4000"),
         KernelError,
         "OUT OF BOUNDS",
     ),
     "a negative page id": (
         attend,
-        Replace("attend", "block_table[row * max_pages + first / PAGE]", "-1"),
+        Replace("attend", "page_ids[start + first / PAGE]", "-1"),
         KernelError,
         "OUT OF BOUNDS",
     ),
-    "the block table read beyond its end": (
+    "page ids read beyond their end": (
         attend,
-        Replace("attend", "row * max_pages + first / PAGE", "(row + 3) * max_pages + first / PAGE"),
+        Replace("attend", "start + first / PAGE", "start + 4000 + first / PAGE"),
         KernelError,
         "OUT OF BOUNDS",
     ),

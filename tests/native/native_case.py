@@ -28,6 +28,20 @@ class Metadata:
     slot_mapping: mx.array
     window: int | None = None
     keep: int = 0
+    known: bool = True  # whether the block table is there when it is handed over
+
+    @property
+    def page_ids(self) -> mx.array:
+        """The rows of the block table one after the other."""
+        flat = self.block_table.reshape(-1)
+        if self.known:
+            mx.eval(flat)
+        return flat
+
+    @property
+    def row_starts(self) -> mx.array:
+        rows, width = self.block_table.shape
+        return mx.array([row * width for row in range(rows)], dtype=mx.int32)
 
 
 @dataclass

@@ -39,7 +39,7 @@ def test_an_entry_nobody_reads_may_be_anything(case: Case, backend: Any) -> None
 @pytest.mark.parametrize(
     ("contexts", "query_lens", "message"),
     [
-        ([1000, 20], [1, 1], r"context_lens\[0\] is 1000, but a block table of 4 pages of 16 tokens has room for "),
+        ([1000, 20], [1, 1], r"context_lens\[0\] is 1000, but a block table of 8 pages of 16 tokens has room for "),
         ([-1, 20], [1, 1], r"context_lens\[0\] is -1"),
         ([40, 20], [1, 2], r"query_lens\[1\] is 2, but there are 1 queries"),
         ([40, 0], [1, 1], r"query_lens\[1\] is 1, but there are 1 queries and 0 tokens of context"),
@@ -51,10 +51,32 @@ def test_lengths_that_do_not_fit(case: Case, backend: Any, contexts: Any, query_
         case.attend(backend)
 
 
+@pytest.mark.parametrize(
+    ("table", "starts", "kind", "message"),
+    [
+        ("flat", [0, 9], IndexError, r"row_starts\[1\] is 9, but there are 8 page ids"),
+        ("flat", [-1, 4], IndexError, r"row_starts\[0\] is -1, but there are 8 page ids"),
+        ("flat", [0, 7], IndexError, r"context_lens\[1\] is 20, but a block table of 1 pages of 16 tokens has room"),
+        ("flat", None, ValueError, r"block_table must be \(batch, max_pages\)"),
+        ("rows", [0, 4], ValueError, r"with row_starts block_table must be \(page_ids,\)"),
+    ],
+)
+def test_rows_that_begin_nowhere(
+    case: Case, native: Any, table: str, starts: list[int] | None, kind: type[Exception], message: str
+) -> None:
+    metadata = case.metadata
+    with pytest.raises(kind, match=message):
+        native.attend(
+            case.q, metadata.pages.keys, metadata.pages.values,
+            metadata.page_ids if table == "flat" else metadata.block_table, metadata.context_lens, metadata.query_lens,
+            scale=1.0, row_starts=None if starts is None else ints(starts),
+        )  # fmt: skip
+
+
 def test_numbers_only_known_at_evaluation(case: Case, backend: Any) -> None:
     """An index that is itself still to be computed is checked when it is there; the next call works again."""
     right, table = case.expected(), case.metadata.block_table
-    case.metadata.block_table = table - 100
+    case.metadata.block_table, case.metadata.known = table - 100, False
     output = case.attend(backend)
     with pytest.raises(RuntimeError, match=r"block_table\[0\]\[0\] is -"):
         mx.eval(output)
@@ -90,7 +112,7 @@ def test_shapes_that_do_not_fit(case: Case, backend: Any) -> None:
     for wrong, message in (
         (q[..., :56], r"same head_dim \(queries \(2,4,1,56\), key pages \(7,2,16,64\)"),
         (q[:, :3], r"multiple of kv heads \(queries \(2,3,1,64\)"),
-        (q[:1], r"block_table must be \(batch, max_pages\)"),
+        (q[:1], r"row_starts \(2\) must be \(batch,\)"),
         (q[0], r"queries must be"),
     ):
         case.q = wrong

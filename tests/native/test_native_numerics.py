@@ -6,8 +6,9 @@ import itertools
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
-from native_case import TOLERANCE, Case, error
+from native_case import TOLERANCE, Case, error, same_bits
 
 from tinykv_plugin.metadata import PagedMask
 
@@ -82,6 +83,24 @@ def test_softcap(backend: Any) -> None:
     for queries in (1, 30):
         check(Case([100, 31], queries), backend, softcap=0.7)
         check(Case([100, 31], queries), backend, softcap=50.0)
+
+
+def test_rows_may_begin_anywhere(backend: Any, native: Any) -> None:
+    """A block table as a rectangle, and its rows in any order with gaps between them: the same bits."""
+    case = Case([600, 20, 33], queries=2)
+    case.fill(backend)
+    metadata, pages = case.metadata, case.metadata.pages
+    counts = [38, 2, 3]
+    flat, starts = np.full(100, -1, dtype=np.int32), [60, 3, 57]
+    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        flat[start : start + count] = np.array(metadata.block_table)[row, :count]
+    options = {"scale": case.scale, "causal": True}
+    lens = metadata.context_lens, metadata.query_lens
+    expected, _ = native.attend(case.q, pages.keys, pages.values, metadata.block_table, *lens, **options)
+    got, _ = native.attend(
+        case.q, pages.keys, pages.values, mx.array(flat), *lens, row_starts=mx.array(starts, dtype=mx.int32), **options
+    )
+    assert same_bits(got, expected)
 
 
 def test_padding_gives_zeros(backend: Any) -> None:

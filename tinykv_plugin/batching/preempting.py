@@ -54,6 +54,8 @@ class PreemptingGenerator(BatchGenerator):  # type: ignore[misc]
     _given: dict[int, list[Any]]
     _brought: set[int]
     _unknown: set[int]
+    _steps: dict[int, list[list[int]]]
+    _reported: dict[int, Exception]
 
     def _fail(self, uids: Sequence[int], error: Exception, out: list[Any]) -> None:
         """End requests with an error; their pages go back."""
@@ -64,6 +66,17 @@ class PreemptingGenerator(BatchGenerator):  # type: ignore[misc]
         self.counts.failed += len(uids)
         self.remove(uids)
         out += [FailedResponse(uid, -1, None, "error", None, None, error) for uid in uids]
+
+    def _report(self, uid: int, error: Exception) -> None:
+        self._reported.setdefault(uid, error)
+
+    def _take_reported(self) -> dict[int, Exception]:
+        reported, self._reported = self._reported, {}
+        return reported
+
+    def _drop_refused(self, out: list[Any]) -> None:
+        for uid, error in self._take_reported().items():
+            self._fail([uid], error, out)
 
     def _ensure_room(
         self,
@@ -135,7 +148,14 @@ class PreemptingGenerator(BatchGenerator):  # type: ignore[misc]
         out.append(response)
         if finish is None:
             self._resumed[uid] = (matcher, count)
-            self._requeue(batch, index, [tokens, [token]])
+            steps = self._steps.get(uid)
+            if steps is None:
+                self._requeue(batch, index, [tokens, [token]])
+            else:
+                # As they were run: the tokens of the answer one by one.
+                run = sum(map(len, steps))
+                steps += [[one] for one in [*tokens[run:], token]]
+                self._requeue(batch, index, [list(step) for step in steps])
         batch.filter([i for i in range(len(batch)) if i != index])
 
     def _preempt_prompting(self, index: int) -> None:
@@ -144,7 +164,8 @@ class PreemptingGenerator(BatchGenerator):  # type: ignore[misc]
         done = list(batch.tokens[index])
         # Boundaries that were reported are not reported again: what was done is joined to the segment under way.
         segments = [done + segments[0], *segments[1:]] if len(segments) > 1 else [done, *segments]
-        self._requeue(batch, index, [segment for segment in segments if segment])
+        steps = self._steps.get(batch.uids[index], segments)
+        self._requeue(batch, index, [list(step) for step in steps if step])
         keep = [i for i in range(len(batch)) if i != index]
         self._currently_processing = [self._currently_processing[i] for i in keep]
         batch.filter(keep)
@@ -160,7 +181,8 @@ class PreemptingGenerator(BatchGenerator):  # type: ignore[misc]
             cache = copy.deepcopy(self._given[uid])
         else:
             cache = self._session.make_cache(rows[index].max_kv_size if rows else None)
-            self._brought.discard(uid)
+            # With a size limit what is stored would have to end where one of its steps does: it isn't asked for.
+            (self._brought.add if uid in self._steps else self._brought.discard)(uid)
         request: tuple[Any, ...] = (
             uid,
             segments,
@@ -181,6 +203,7 @@ class PreemptingGenerator(BatchGenerator):  # type: ignore[misc]
         if response.uid not in self._unknown:
             self._sharing.store(response.all_tokens, response.prompt_cache)
         self._unknown.discard(response.uid)
+        self._steps.pop(response.uid, None)
         return self._offers.finished(response)
 
     def _need(self, request: Any) -> Footprint:

@@ -38,13 +38,15 @@ def generate(model: Any, length: int, tokens: int, known: int) -> Single:
 
 def decode_at(model: Any, context: int, tokens: int, way: Way) -> float:
     """Decode tokens/s after ``context`` tokens whose K/V are random: what matters here is how many there are."""
+    one = make_prompt_cache(model)
+    model(mx.array([[7]]), cache=one)  # not evaluated: the shapes are wanted
+    shapes = [[(*side.shape[:2], context, side.shape[3]) for side in layer.state[:2]] for layer in one]
+    del one
     with attached(model, way):
         clean()
         cache = make_prompt_cache(model)
-        for layer in cache:
-            config = model.args
-            size = (1, config.num_key_value_heads, context, config.hidden_size // config.num_attention_heads)
-            layer.update_and_fetch(mx.random.normal(size), mx.random.normal(size))
+        for layer, sizes in zip(cache, shapes, strict=True):
+            layer.update_and_fetch(*(mx.random.normal(size) for size in sizes))
             mx.eval(layer.state)
         steps = generate_step(mx.array([7]), model, max_tokens=tokens, prompt_cache=cache)
         return _speed([time.perf_counter() for _ in steps][2:])
