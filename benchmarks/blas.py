@@ -15,8 +15,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from running import model_folder, parse, parser_of, save
 
 from tinykv_plugin.blas import ENVIRONMENT_VARIABLE, load_blas, native_blas, system_openblas
 
@@ -49,26 +51,22 @@ def measure(model_path: str, prompt: int) -> dict[str, Any]:
     error = float(np.abs(np.array(left @ right) - exact).max())
     product = seconds_of(lambda: mx.eval(left @ right))
     model = load(model_path)[0]
-    tokens = mx.random.randint(0, 1000, (1, prompt), key=mx.random.key(2))
+    tokens = mx.random.randint(0, 50, (1, prompt), key=mx.random.key(2))
     prefill = seconds_of(lambda: mx.eval(model(tokens, cache=make_prompt_cache(model))), 1)
     return {"BLAS": name, "GFLOP/s": 2 * SIZE**3 / product / 1e9, "error": error, "prefill s": prefill}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--model", help="a local model folder")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--json", help="write the numbers to this file")
     parser.add_argument(ONE, action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parse(parser, argv, prompt=8, repeat=1)
     if arguments.one:
         print(json.dumps(measure(arguments.model, arguments.prompt)))
         return
-    if arguments.model is None:
-        from tinykv_plugin.demo.fetch import fetch_model
-
-        arguments.model = str(fetch_model())
+    folder = model_folder(arguments)
     ways = {"mlx's own": "off"}
     for name, finder in (("the system's OpenBLAS", system_openblas), ("tinykv-native's", native_blas)):
         path = next(finder(), None)
@@ -76,7 +74,7 @@ def main() -> None:
             print(f"{name}: not found")
         else:
             ways[name] = path
-    command = [sys.executable, __file__, ONE, "--model", arguments.model, "--prompt", str(arguments.prompt)]
+    command = [sys.executable, __file__, ONE, "--model", folder, "--prompt", str(arguments.prompt)]
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
     for _ in range(arguments.repeat):
         for name, value in ways.items():
@@ -94,9 +92,7 @@ def main() -> None:
         )
     losing = [name for name, got in results.items() if got["prefill s"] > results["mlx's own"]["prefill s"]]
     print("Slower than mlx's own:", ", ".join(losing) or "nothing")
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=1)
+    save(arguments, results)
 
 
 if __name__ == "__main__":
