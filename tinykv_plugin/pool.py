@@ -40,7 +40,8 @@ class Budget:
         self.peak = 0
         self.lock = threading.RLock()
         self.pools: weakref.WeakSet[PagePool] = weakref.WeakSet()
-        self.sessions: weakref.WeakSet[PagedSession] = weakref.WeakSet()
+        # In the order they were opened: processes that divide a model must evict alike.
+        self.sessions: weakref.WeakKeyDictionary[PagedSession, None] = weakref.WeakKeyDictionary()
 
     @property
     def reserved(self) -> int:

@@ -77,7 +77,7 @@ class PagedSession:
         self.lock = budget.lock
         self.journal = Journal()
         self.budget = budget
-        budget.sessions.add(self)
+        budget.sessions[self] = None
         self.layers = plan.layers
         self.sequences: weakref.WeakSet[PagedSequence] = weakref.WeakSet()
         # Tables of requests that are gone, put here by their finalizer; see collect_abandoned().

@@ -117,8 +117,9 @@ def make_session(
     rewind: int = 3,
     memory: int = 1 << 30,
     prefix_cache: float = 1.0,
+    budget: Budget | None = None,
 ) -> PagedSession:
-    """A session with one layer per entry of ``windows``."""
+    """A session with one layer per entry of ``windows``; with a ``budget`` it shares that one."""
     backend = ArrayBackend(faults)
     groups: dict[str, int | None] = {}
     layers = []
@@ -136,7 +137,7 @@ def make_session(
         own_cache=lambda: [None] * len(windows),
         model=SimpleNamespace(parameters=dict),
     )
-    session = PagedSession(context, CachePlan(layers, groups, [], backend, []), Budget(memory))
+    session = PagedSession(context, CachePlan(layers, groups, [], backend, []), budget or Budget(memory))
     for pool in session.pools:
         allocate = pool.allocate
 

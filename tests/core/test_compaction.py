@@ -170,6 +170,29 @@ def test_rows_of_running_batches_are_read_from_their_new_places() -> None:
             assert batches[0].block_tables[group].host[0].tolist() == table.pages.tolist()
 
 
+def test_another_models_pages_move_too() -> None:
+    """A model and its draft model share a budget; what a detached one still holds stays, but for its unused end."""
+    session, live = scattered()
+    target = make_session(Faults(), windows=(None,), max_pages=1000, budget=session.budget)
+    append(long := target.make_cache(), list(range(100, 164)))  # 16 of the 20 free pages
+    verify(long, list(range(100, 164)))
+    assert session.stats().page_moves > 0
+    for start, caches in live.items():
+        verify(caches, list(range(start, start + 8)))
+    session.check()
+    session.close()
+    moves = session.stats().page_moves
+    del live[70]
+    session.collect()
+    end = session.pools[0].allocator.end
+    append(long, list(range(164, 180)))
+    assert (session.stats().page_moves, session.pools[0].allocator.capacity) == (moves, end)
+    with pytest.raises(OutOfPagesError):
+        append(long, list(range(180, 280)))
+    verify(long, list(range(100, 180)))
+    target.check()
+
+
 def test_pages_that_somebody_unknown_holds_stay() -> None:
     session, live = scattered()
     full, window = session.pools
