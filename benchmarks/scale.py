@@ -77,7 +77,7 @@ class Load:
         self.longest = longest
         self.decode()
         self.used = self.session.pools[0].allocator.used
-        page_ids = self.session._batches[0].block_tables[0].device_page_ids()  # which tracemalloc doesn't see
+        page_ids = self.session.batches.recent[0].block_tables[0].device_page_ids()  # which tracemalloc doesn't see
         self.page_bytes = (tracemalloc.get_traced_memory()[0] + page_ids.nbytes) / self.used
         tracemalloc.stop()
 

@@ -17,11 +17,12 @@ from . import dispatch
 from .config import KVCacheConfig
 from .drafts import drafting
 from .errors import CacheStateError, ConfigError, PluginError
+from .group_info import GroupInfo
 from .manager import PluginManager, default_manager
 from .prefix_cache import PrefixCache
 from .protocols import AttachContext, CacheSession, LayerPlan, Replacement, ReplacingAdapter
 from .separate_rows import separately
-from .session import GroupInfo, PagedSession
+from .session import PagedSession
 from .stats import PoolStats
 
 _HOOK = "make_cache"

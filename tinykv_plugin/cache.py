@@ -12,6 +12,7 @@ from .errors import CacheStateError
 from .kv_format import Affine
 from .masks import sequence_mask
 from .metadata import PagedMask
+from .reading import pages_of, stored_tokens
 from .sequence import PagedSequence
 from .view import LayerView
 
@@ -84,8 +85,8 @@ class PagedKVCache(LayerView):
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Copies of the tokens held, ``(1, kv_heads, tokens, head_dim)``; with a window only those it still holds."""
-        keys, values = self._session.read(self._layer, self._row)
-        return self._session.pages_of(self._layer).spec.decode(keys, values)
+        keys, values = stored_tokens(self._session, self._layer, self._row)
+        return pages_of(self._layer).spec.decode(keys, values)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> PagedKVCache:
         """What mlx-lm calls with its own ``kv_bits``: pages can't change their format, so it must be the one they have.
@@ -93,7 +94,7 @@ class PagedKVCache(LayerView):
         Raises CacheStateError if it isn't.
         """
         wanted = (Affine(bits, group_size), Affine(bits, group_size))
-        spec = self._session.pages_of(self._layer).spec
+        spec = pages_of(self._layer).spec
         if (spec.keys, spec.values) != wanted:
             raise CacheStateError(
                 f"kv_bits={bits}, kv_group_size={group_size}: the pages of this model hold {spec.storage()}; set bits "

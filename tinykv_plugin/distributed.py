@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+
+if TYPE_CHECKING:
+    from .session import PagedSession
 
 # Set by mlx.launch and by MPI's launchers for the processes they start.
 LAUNCH_VARIABLES = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
@@ -37,3 +40,23 @@ def alike(names: str, group: mx.distributed.Group) -> bool:
     """Whether all processes, each of which must ask, have the same ``names``."""
     number = sum(place * code for place, code in enumerate(names.encode(), 1)) % _MOST
     return smallest(number, group) == -smallest(-number, group)
+
+
+def agree_on_room(session: PagedSession, model: Any) -> None:
+    """Where ``model`` is divided between processes, give all of them room for as many tokens.
+
+    All must call it at the same point, as they do what computes. The process with the least room decides, so that
+    every reservation succeeds in all of them or in none. Modifies the budget, the pools' limits and the prefix cache.
+    """
+    group = world()
+    if group is None or not is_divided(model):
+        return
+    page_bytes = sum(pool.page_bytes for pool in session.pools)
+    pages = smallest(session.budget.total // page_bytes if page_bytes else session.budget.total, group)
+    session.budget.total = min(session.budget.total, pages * page_bytes)
+    same = alike(f"{[(pool.name, len(pool.layers)) for pool in session.pools]} {len(session.stateful)}", group)
+    session.prefix.confine(same)
+    if not same:
+        # None of the pools here may outgrow those elsewhere.
+        for pool in session.pools:
+            pool.max_pages = pages if pool.max_pages is None else min(pages, pool.max_pages)

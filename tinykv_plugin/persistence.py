@@ -17,6 +17,7 @@ from .errors import CacheStateError, PromptCacheFileError
 from .file_header import KEY, FileHeader
 from .packed_cache import PackedKVCache, is_quantized, quantized_cache, stored_rows
 from .pages import LayerSpec
+from .reading import stored_tokens
 from .restore import HeldTokens, fill
 from .session import KEPT_TOKENS, PagedSession
 from .unused import UnusedCache
@@ -150,7 +151,7 @@ def _dense(leaf: Any) -> Any:
     retention = leaf._row.tables[leaf._layer.group].retention
     spec = leaf._layer.spec
     if not leaf.empty() and spec is not None and spec != spec.unpacked:
-        stored = leaf._session.read(leaf._layer, leaf._row)
+        stored = stored_tokens(leaf._session, leaf._layer, leaf._row)
         return quantized_cache(spec, *stored, leaf.offset, retention.window, retention.keep)
     dense: Any
     if leaf._layer.chunk is not None:

@@ -14,6 +14,7 @@ from .pool import allocate_each
 from .prefix_cut import Cut
 from .prefix_store import PrefixStore
 from .prefix_tree import TOKEN_BYTES, Match, PrefixNode, page_hash
+from .reading import pages_of
 from .step import GroupStep
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ class PrefixDisk:
                         mx.concatenate([files[logical][f"{layer.index}.{side}"] for logical in run], axis=2)
                         for side in ("keys", "values")
                     )
-                    session.writer.write(PagedKVMetadata(session.pages_of(layer), step), keys, values)
+                    session.writer.write(PagedKVMetadata(pages_of(layer), step), keys, values)
 
     def states(self, cut: Cut) -> Iterator[tuple[int, dict[int, Any]]]:
         """What layers without pages held at earlier places in the stored pages of ``cut``, by the tokens before them.

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from .compaction import provide_room
+from .laying_out import pages_for
 from .metadata import PagedKVMetadata
 from .pool import allocate_each
+from .reading import pages_of
 from .step import GroupStep
 
 if TYPE_CHECKING:
@@ -52,9 +54,9 @@ def fill(session: PagedSession, row: PagedSequence, tokens: int, held: Mapping[i
                 count = keys.shape[2]
                 step = GroupStep([row.tables[layer.group]], [stop], [count], count)
                 if held[layer.index].stored:
-                    target = session.pages_of(layer)
+                    target = pages_of(layer)
                 else:
-                    target = session.pages_for(layer, keys, values)
+                    target = pages_for(session, layer, keys, values)
                     keys, values = target.spec.encode(keys, values)
                 session.writer.write(PagedKVMetadata(target, step), keys, values)
     except BaseException:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from .errors import CacheStateError
 
 if TYPE_CHECKING:
-    from .session import PagedSession, RunningBatch
+    from .running_batch import RunningBatch
+    from .session import PagedSession
     from .step import Step
     from .table import PageTable
 

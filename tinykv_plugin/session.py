@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from . import __version__
 from .audit import audit
-from .block_table import BlockTable
 from .cache import PagedKVCache
-from .distributed import alike, is_divided, smallest, world
+from .distributed import agree_on_room
 from .errors import CacheStateError, ConfigError
+from .group_info import GroupInfo
 from .hookspecs import RequestFreed
 from .journal import Journal
 from .kv_format import KVFormat
 from .layer import PagedLayer
+from .laying_out import pages_for
 from .layout import leaves, replace_leaves
 from .metadata import PagedKVMetadata, int32
-from .pages import LayerPages, LayerSpec
+from .pages import LayerPages
 from .plan import CachePlan
 from .pool import Budget, PagePool
 from .prefix_cache import PrefixCache
@@ -33,6 +32,7 @@ from .prefix_disk import PrefixDisk
 from .prefix_store import PrefixStore
 from .protocols import AttachContext, AttentionBackend, LayerPlan
 from .reservation import reserve
+from .running_batch import RunningBatches
 from .separate_rows import guard
 from .sequence import PagedSequence
 from .stats import PoolStats, collect
@@ -45,29 +45,6 @@ log = logging.getLogger("tinykv")
 
 # Tokens at the start that a size limit keeps, as mlx-lm's make_prompt_cache does.
 KEPT_TOKENS = 4
-
-
-# Batches whose block tables are kept: prompts and running rows take turns, and so do a few single requests.
-RUNNING_BATCHES = 4
-
-
-@dataclass(eq=False)
-class RunningBatch:
-    """Rows that make their steps together, and their block table in each cache group."""
-
-    rows: list[weakref.ref[PagedSequence]]
-    block_tables: list[BlockTable]
-
-    def becomes(self, rows: list[weakref.ref[PagedSequence]]) -> bool:
-        """Take over ``rows``, if some joined or left; False if most of them, or of those before, are others."""
-        places = {id(ref): index for index, ref in enumerate(self.rows)}  # an object has one weak reference
-        sources = [places.get(id(ref), -1) for ref in rows]
-        if 2 * (len(rows) - sources.count(-1)) < max(len(rows), len(self.rows)):
-            return False
-        for block_table in self.block_tables:
-            block_table.rearrange(sources)
-        self.rows = rows
-        return True
 
 
 class PagedSession:
@@ -96,7 +73,7 @@ class PagedSession:
         self.emit = context.emit
         self._thread = threading.get_ident()
         self._runner = threading.current_thread()
-        self._batches: deque[RunningBatch] = deque(maxlen=RUNNING_BATCHES)
+        self.batches = RunningBatches(len(plan.groups))
         self._offsets: tuple[list[int], mx.array] | None = None
         config = context.config
         self.pools = [
@@ -124,26 +101,10 @@ class PagedSession:
         )
 
     def agree(self) -> None:
-        """Where the model is divided between processes, give all of them room for as many tokens; once.
-
-        All must call it at the same point, as they do what computes. The process with the least room decides, so that
-        every reservation succeeds in all of them or in none.
-        """
-        if self._agreed:
-            return
-        self._agreed = True
-        group = world()
-        if group is None or not is_divided(self._context.model):
-            return
-        page_bytes = sum(pool.page_bytes for pool in self.pools)
-        pages = smallest(self.budget.total // page_bytes if page_bytes else self.budget.total, group)
-        self.budget.total = min(self.budget.total, pages * page_bytes)
-        same = alike(f"{[(pool.name, len(pool.layers)) for pool in self.pools]} {len(self.stateful)}", group)
-        self.prefix.confine(same)
-        if not same:
-            # None of the pools here may outgrow those elsewhere.
-            for pool in self.pools:
-                pool.max_pages = pages if pool.max_pages is None else min(pages, pool.max_pages)
+        """Have all processes that a model is divided between decide alike; all must call it at the same point."""
+        if not self._agreed:
+            self._agreed = True
+            agree_on_room(self, self._context.model)
 
     @property
     def plan(self) -> Sequence[LayerPlan]:
@@ -194,18 +155,7 @@ class PagedSession:
     @property
     def groups(self) -> Sequence[GroupInfo]:
         """The cache groups: which layers share page ids, what a page of theirs takes, how many the budget allows."""
-        return [
-            GroupInfo(
-                pool.name,
-                tuple(pool.layers),
-                window,
-                pool.page_bytes,
-                pool.page_size,
-                pool.limit,
-                pool.model_token_bytes,
-            )
-            for pool, window in zip(self.pools, self._plan.groups.values(), strict=True)
-        ]
+        return [GroupInfo.of(*each) for each in zip(self.pools, self._plan.groups.values(), strict=True)]
 
     def make_cache(self, max_kv_size: int | None = None) -> list[Any]:
         """Empty caches of one new request, in the shape of the model's own list; no pages are taken yet."""
@@ -283,7 +233,7 @@ class PagedSession:
                 row.count_slots()
         context_lens = [row.tokens + count for row, count in zip(rows, query_lens, strict=True)]
         refs = [weakref.ref(row) for row in rows]
-        batch = self._running_batch(rows, refs)
+        batch = self.batches.of(rows, refs)
         # Rows that were in another batch since may have changed there.
         changed = [*short, *(index for index, row in enumerate(rows) if row.batch is not batch)]
         groups = []
@@ -306,7 +256,7 @@ class PagedSession:
         try:
             if threading.get_ident() != self._thread:
                 self.enter()  # another thread was here since the step began
-            pages = self.pages_for(layer, keys, values)
+            pages = pages_for(self, layer, keys, values)
             metadata = PagedKVMetadata(pages, step.groups[layer.group])
             if pages.packed:
                 keys, values = pages.spec.encode(keys, values)
@@ -324,34 +274,6 @@ class PagedSession:
         if self._offsets is None or self._offsets[0] != tokens:
             self._offsets = (tokens, int32(tokens))
         return self._offsets[1]
-
-    def read(self, layer: PagedLayer, row: PagedSequence) -> tuple[mx.array, mx.array]:
-        """Copies of a layer's tokens as they are stored, ``(1, kv_heads, tokens, elements)``; with a window the newest.
-
-        Raises CacheStateError if the layer has no pages yet.
-        """
-        pages = self.pages_of(layer)
-        tokens = row.offset(layer.bit)
-        if not tokens:
-            (_, *key_shape), (_, *value_shape) = pages.shape(1)
-            key_shape[1] = value_shape[1] = 0
-            key_dtype, value_dtype = pages.dtypes
-            return mx.zeros((1, *key_shape), key_dtype), mx.zeros((1, *value_shape), value_dtype)
-        step = GroupStep([row.tables[layer.group]], [tokens], [1], 1)
-        if row.lost:
-            raise CacheStateError(LOST)
-        before = pages.last_read
-        # By an index: a view would be a holder of the pool's array, which the next write would have to copy.
-        keys, values = (side[int32([0])] for side in self.gather.stored(PagedKVMetadata(pages, step)))
-        mx.eval(keys, values)
-        pages.last_read = before  # this read is over
-        return keys, values
-
-    def pages_of(self, layer: PagedLayer) -> LayerPages:
-        """The pages of ``layer``. Raises CacheStateError if nothing was ever written to it."""
-        if layer.pages is None:
-            raise CacheStateError("an empty cache has no keys and values")
-        return layer.pages
 
     def collect_abandoned(self) -> None:
         """Free the pages of requests whose caches are gone."""
@@ -429,49 +351,11 @@ class PagedSession:
 
     def forget_places(self) -> None:
         """Pages have moved: block tables, and what passes under way have made of them, are made again."""
-        self._batches.clear()
+        self.batches.recent.clear()
         for row in self.live_sequences():
             if row.step is not None:
                 for group in row.step.groups:
                     group.forget()
-
-    def _running_batch(self, rows: Sequence[PagedSequence], refs: list[weakref.ref[PagedSequence]]) -> RunningBatch:
-        """The block tables kept for these rows, in this order; those of a batch that they came from, or new ones."""
-        batch = next((batch for batch in self._batches if batch.rows == refs), None)
-        if batch is None:
-            batch = next((row.batch for row in rows if row.batch in self._batches), None)
-            if batch is None or not batch.becomes(refs):
-                batch = RunningBatch(refs, [BlockTable() for _ in self.pools])
-        if not self._batches or batch is not self._batches[0]:
-            with contextlib.suppress(ValueError):
-                self._batches.remove(batch)
-            self._batches.appendleft(batch)
-        return batch
-
-    def pages_for(self, layer: PagedLayer, keys: mx.array, values: mx.array) -> LayerPages:
-        """The pages of ``layer``; laid out anew if it writes for the first time or other shapes than the trace saw.
-
-        Raises CacheStateError if the model's shapes changed while pages hold tokens.
-        """
-        if layer.pages is not None and _fits(layer.pages.spec, keys, values):
-            return layer.pages
-        spec = LayerSpec.of(keys, values).stored_as(self.kv_format)
-        pool = self.pools[layer.group]
-        if layer.pages is not None:
-            if any(row.tokens for row in self.live_sequences()) or self.abandoned:
-                raise CacheStateError(
-                    f"layer {layer.index} writes {spec}, its pages hold {layer.pages.spec}; after changing a model's "
-                    f"dtype or shapes drop its prompt caches, or detach and attach again"
-                )
-            self.prefix.index.clear()  # what they hold goes with their layout
-            pool.book(-layer.pages.nbytes)
-            del pool.layers[layer.index]
-        layer.spec = spec
-        layer.pages = None
-        pages = LayerPages(spec, pool.page_size)
-        pool.add_layer(layer.index, pages)
-        layer.pages = pages
-        return pages
 
     def enter(self) -> None:
         """Called before pages change hands: frees what was dropped and makes the arrays usable in this thread.
@@ -501,30 +385,3 @@ class PagedSession:
             pages.last_read = None  # that thread's, and over
         self._thread = threading.get_ident()
         self._runner = runner
-
-
-@dataclass(frozen=True)
-class GroupInfo:
-    """A cache group. ``page_bytes`` is one page over all of its ``layers``; ``page_limit`` what the budget allows.
-
-    ``model_token_bytes`` is what a token's K/V would take in the model's own dtype.
-    """
-
-    name: str
-    layers: tuple[int, ...]
-    window: int | None
-    page_bytes: int
-    page_size: int
-    page_limit: int
-    model_token_bytes: int
-
-
-def _fits(spec: LayerSpec, keys: mx.array, values: mx.array) -> bool:
-    _, heads, _, key_dim = keys.shape
-    return (
-        heads == spec.kv_heads
-        and key_dim == spec.key_dim
-        and values.shape[3] == spec.value_dim
-        and keys.dtype == spec.dtype
-        and values.dtype == spec.value_dtype
-    )

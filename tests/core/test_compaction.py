@@ -165,9 +165,9 @@ def test_rows_of_running_batches_are_read_from_their_new_places() -> None:
         append(live[start], [start + 9])
         verify(live[start], list(range(start, start + 10)))
         groups = live[start][0]._row.tables
-        batches = [batch for batch in session._batches if batch.rows[0]() is live[start][0]._row]
+        batches = [batch for batch in session.batches.recent if batch.rows[0]() is live[start][0]._row]
         for group, table in enumerate(groups):
-            assert batches[0].block_tables[group].host[0].tolist() == table.pages.tolist()
+            assert batches[0].block_tables[group].rectangle()[0].tolist() == table.pages.tolist()
 
 
 def test_another_models_pages_move_too() -> None:

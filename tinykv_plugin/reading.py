@@ -1,0 +1,48 @@
+"""Reading a request's keys and values back from its pages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from .errors import CacheStateError
+from .metadata import PagedKVMetadata, int32
+from .step import GroupStep
+from .unfinished import LOST
+
+if TYPE_CHECKING:
+    from .layer import PagedLayer
+    from .pages import LayerPages
+    from .sequence import PagedSequence
+    from .session import PagedSession
+
+
+def stored_tokens(session: PagedSession, layer: PagedLayer, row: PagedSequence) -> tuple[mx.array, mx.array]:
+    """Copies of a layer's tokens as they are stored, ``(1, kv_heads, tokens, elements)``; with a window the newest.
+
+    Raises CacheStateError if the layer has no pages yet.
+    """
+    pages = pages_of(layer)
+    tokens = row.offset(layer.bit)
+    if not tokens:
+        (_, *key_shape), (_, *value_shape) = pages.shape(1)
+        key_shape[1] = value_shape[1] = 0
+        key_dtype, value_dtype = pages.dtypes
+        return mx.zeros((1, *key_shape), key_dtype), mx.zeros((1, *value_shape), value_dtype)
+    step = GroupStep([row.tables[layer.group]], [tokens], [1], 1)
+    if row.lost:
+        raise CacheStateError(LOST)
+    before = pages.last_read
+    # By an index: a view would be a holder of the pool's array, which the next write would have to copy.
+    keys, values = (side[int32([0])] for side in session.gather.stored(PagedKVMetadata(pages, step)))
+    mx.eval(keys, values)
+    pages.last_read = before  # this read is over
+    return keys, values
+
+
+def pages_of(layer: PagedLayer) -> LayerPages:
+    """The pages of ``layer``. Raises CacheStateError if nothing was ever written to it."""
+    if layer.pages is None:
+        raise CacheStateError("an empty cache has no keys and values")
+    return layer.pages
