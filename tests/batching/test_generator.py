@@ -299,6 +299,20 @@ def test_given_caches_are_shared_and_not_modified() -> None:
     assert max(peak) <= 5 + 3 * 2  # the shared pages once, and each row's own
 
 
+def test_lists_of_known_tokens_are_not_modified() -> None:
+    model = make_model("llama")
+    prompt = prompts_of([12])[0]
+    expected = solo(model, prompt, 5)
+    tinykv.attach(model, page_size=4)
+    cache, known = make_prompt_cache(model), prompt[:8]
+    mx.eval(model(mx.array([known]), cache=cache))
+    for _ in range(2):
+        generator = PagedBatchGenerator(model, max_tokens=5)
+        (uid,) = generator.insert([prompt[8:]], caches=[copy.deepcopy(cache)], all_tokens=[known])
+        assert collect(generator)[0][uid] == expected
+        assert known == prompt[:8]
+
+
 def test_r66_given_caches_keep_no_pages_from_those_who_run() -> None:
     """Four prefixes fill the budget; the first request needs another page than its own."""
     model = make_model("llama")

@@ -91,6 +91,7 @@ class PagedBatchGenerator(PromptingGenerator):
                 self.counts.refused += 1
                 raise
         caches = [self._own_pages(cache) for cache in caches] if caches else None
+        all_tokens = [list(known) for known in all_tokens] if all_tokens else None  # mlx-lm appends to these lists
         brought = [cache is not None for cache in caches or ()]
         uids: list[int] = super().insert_segments(segments, max_tokens, caches, all_tokens, *options, **named_options)
         self._brought.update(itertools.compress(uids, brought))
