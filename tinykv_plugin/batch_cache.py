@@ -159,10 +159,17 @@ class BatchPagedKVCache(LayerView):
         return all(not table.first_position or table.retention.rewind > 0 for table in tables)
 
     def trim(self, n: int) -> int:
-        """Take back each row's last ``n`` tokens; returns how many the longest row had to take."""
+        """Take back each row's last ``n`` tokens; returns how many the longest row had to take.
+
+        Raises CacheStateError, with every row as it was, for a negative ``n`` and where a row's window has passed.
+        """
         if n < 0:
             raise CacheStateError(f"trim takes the number of tokens to take back, not {n}")
         with self._session.lock:
+            for row in self._rows:
+                if row.step is not None:
+                    row.heal()
+                row.trim_target(self._layer.bit, n)
             return max((row.trim(self._layer.bit, n) for row in self._rows), default=0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchPagedKVCache:

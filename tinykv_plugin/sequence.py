@@ -117,19 +117,24 @@ class PagedSequence:
         if self.step is not None:
             self.heal()
         trimmed = self.trims.get(bit, 0)
-        count = min(count, self.tokens - trimmed)
-        target = self.tokens - trimmed - count
+        target = self.trim_target(bit, count)
+        count = self.tokens - trimmed - target
+        if count:
+            self.trims[bit] = trimmed + count
+            if len(self.trims) == self.layers.bit_count() and len(set(self.trims.values())) == 1:
+                self.truncate(target)
+        return count
+
+    def trim_target(self, bit: int, count: int) -> int:
+        """Tokens that one layer has after :meth:`trim`. Raises what that would; changes nothing."""
+        target = max(0, self.tokens - self.trims.get(bit, 0) - count)
         for table in self.tables:
             if table.retention.first_needed(target) < table.first_position:
                 raise CacheStateError(
                     f"can't rewind to {target} tokens: a layer with a window of {table.retention.window} tokens has "
                     f"dropped those before {table.first_position}; raise rewind ({table.retention.rewind}) to keep more"
                 )
-        if count:
-            self.trims[bit] = trimmed + count
-            if len(self.trims) == self.layers.bit_count() and len(set(self.trims.values())) == 1:
-                self.truncate(target)
-        return count
+        return target
 
     def count_slots(self) -> None:
         """After a reservation: all tail pages are this sequence's own."""

@@ -123,6 +123,20 @@ def test_a_rewind_beyond_the_margin_is_refused_with_nothing_changed() -> None:
                 trim_prompt_cache(cache, count)
             assert [layer.offset for layer in cache] == offsets
         assert kv.stats() == before
+    # In a batch no row is trimmed if one can't be.
+    with tinykv.attach(model, page_size=1, rewind=5) as kv:
+        requests = [make_prompt_cache(model) for _ in range(2)]
+        for cache, count in zip(requests, (6, 40), strict=True):
+            for one in prompt(count):
+                logits(model, [one], cache)
+        batch = [layers[0].merge(layers) for layers in zip(*requests, strict=True)]
+        before = kv.stats()
+        with pytest.raises(CacheStateError, match=r"can't rewind to 33 tokens"):
+            trim_prompt_cache(batch, 7)
+        assert kv.stats() == before
+        assert [layer.offset.tolist() for layer in batch] == [[6, 40]] * 4
+        assert trim_prompt_cache(batch, 5) == 5
+        assert [layer.offset.tolist() for layer in batch] == [[1, 35]] * 4
     # Without a margin the cache says so, as stock does, and mlx-lm refuses to draft with it.
     with tinykv.attach(model, rewind=0, page_size=1):
         cache = make_prompt_cache(model)
