@@ -12,7 +12,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_mixed_load_loses_and_leaks_nothing(seed: int) -> None:
+def test_a_mixed_load_loses_and_leaks_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
     spec = importlib.util.spec_from_file_location("soak", BENCHMARKS / "soak.py")
     assert spec is not None
     assert spec.loader is not None

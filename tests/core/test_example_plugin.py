@@ -44,7 +44,7 @@ def test_it_can_be_disabled() -> None:
 def test_automatic_choices_pass_it_by(tiny_llama: Callable[..., Any]) -> None:
     manager = default_manager()
     assert "example" not in [backend.name for backend in manager.backends("auto")]
-    assert manager.adapter(tiny_llama()).name == "general"
+    assert manager.adapter(tiny_llama()).name == "llama-like"
 
 
 @pytest.mark.parametrize("page_size", [1, 8, 32])

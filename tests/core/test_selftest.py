@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,7 @@ def retained(change: Callable[[Retention], Retention]) -> Callable[[Arguments], 
         old, tables = metadata.step, []
         for table in old.tables:
             tables.append(PageTable(table._allocator, table._journal, table.page_size, change(table.retention)))
-            tables[-1].pages = table.pages
+            tables[-1].pages = array("i", [max(0, page) for page in table.pages])
         step = GroupStep(tables, old.context_lens, old.query_lens, old.width)
         arguments["metadata"] = PagedKVMetadata(metadata.pages, step)
 
