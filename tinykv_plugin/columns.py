@@ -61,8 +61,11 @@ class Spans:
                 self._spans.append((pages, start % size, stop - start))
         self._cuts: dict[tuple[int, ...], list[tuple[list[Strided] | mx.array, Strided]]] = {}
 
-    def join(self, pages: mx.array) -> mx.array:
-        """The tokens as ``(1, heads, tokens, dim)``, of ``pages`` ``(num_pages, heads, page_size, dim)``."""
+    def join(self, pages: mx.array, step: GroupStep) -> mx.array:
+        """The tokens as ``(1, heads, tokens, dim)``, of ``pages`` ``(num_pages, heads, page_size, dim)``.
+
+        ``step`` is the one this was made for: it holds this, and must not be held by it.
+        """
         shape = pages.shape
         cuts = self._cuts.get(shape)
         if cuts is None:
@@ -70,11 +73,11 @@ class Spans:
                 return mx.zeros((1, shape[1], sum(count for *_, count in self._spans), 0), pages.dtype)
             if pages.size >= FLAT:
                 return self._join_large(pages)
-            cuts = self._cuts[shape] = self._make_cuts(shape)
+            cuts = self._cuts[shape] = self._make_cuts(shape, step)
         parts = []
         for which, cut in cuts:
             if not isinstance(which, list):
-                joined = mx.take(pages, which, 0).swapaxes(0, 1)
+                joined = mx.take(mx.flatten(pages, 0, 1), which, 0)
             elif len(which) == 1:
                 joined = mx.as_strided(pages, *which[0])
             else:
@@ -82,19 +85,21 @@ class Spans:
             parts.append(mx.as_strided(joined, *cut))
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
-    def _make_cuts(self, shape: tuple[int, ...]) -> list[tuple[list[Strided] | mx.array, Strided]]:
-        """How pages of ``shape`` are cut: each run as ``(heads, pages, page_size, dim)``, then the span's tokens."""
+    def _make_cuts(self, shape: tuple[int, ...], step: GroupStep) -> list[tuple[list[Strided] | mx.array, Strided]]:
+        """How pages of ``shape`` are cut: each span as ``(heads, pages, page_size, dim)``, then its tokens."""
         _, heads, size, dim = shape
         head = size * dim
         page = heads * head
         cuts: list[tuple[list[Strided] | mx.array, Strided]] = []
         for which, skip, count in self._spans:
-            runs: list[Strided] | mx.array = (
-                which
-                if isinstance(which, mx.array)
-                else [((heads, stop - start, size, dim), (head, page, dim, 1), start * page) for start, stop in which]
-            )
-            held = which.size if isinstance(which, mx.array) else sum(stop - start for start, stop in which)
+            runs: list[Strided] | mx.array
+            if isinstance(which, mx.array):
+                # A row for each head's part of a page: each is copied once, to where it is wanted.
+                held = which.size
+                runs = step.kept((id(which), heads), functools.partial(_rows_of_heads, which, heads))
+            else:
+                held = sum(stop - start for start, stop in which)
+                runs = [((heads, stop - start, size, dim), (head, page, dim, 1), start * page) for start, stop in which]
             cuts.append((runs, ((1, heads, count, dim), (0, held * head, dim, 1), skip * dim)))
         return cuts
 
@@ -110,6 +115,11 @@ class Spans:
             )
             parts.append(found.swapaxes(0, 1).reshape(1, heads, -1, dim)[:, :, skip : skip + count])
         return mx.concatenate(parts, axis=2)
+
+
+def _rows_of_heads(pages: mx.array, heads: int) -> mx.array:
+    """int32 ``(heads, pages)``: where these pages are in an array of every page's heads."""
+    return int32(np.array(pages) * heads + np.arange(heads)[:, None])
 
 
 def _located(step: GroupStep, first: int, last: int, views: bool) -> Located:

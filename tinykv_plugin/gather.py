@@ -119,7 +119,7 @@ class GatherBackend:
             # A single run of pages can be joined by a view, which a write in place would show through.
             views = pages.written is None
             spans = step.cached(("spans", views), lambda: Spans(step, views))
-            keys, values = spans.join(keys), spans.join(values)
+            keys, values = spans.join(keys, step), spans.join(values, step)
         else:
             columns = step.cached("columns", lambda: page_columns(step) if step.window is None else token_columns(step))
             keys, values = columns.of(keys), columns.of(values)
