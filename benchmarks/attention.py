@@ -2,7 +2,7 @@
 
     python benchmarks/attention.py [--dtype float32 bfloat16 float16] [--page-size 16 32 64 128] [--quick] [--json FILE]
 
-Times are medians of calls on cold caches. "as shipped" is mlx's dense attention without a fast BLAS, measured in a
+Times are medians of calls on cold caches: a large array is read between them. "as shipped" is mlx's dense attention without a fast BLAS, measured in a
 second process; everything else has the BLAS that was found. GB/s count the bytes of K and V once; "% of loop" compares
 them with reading a large array, measured between the calls. Gather is measured with the default page size.
 """
@@ -22,7 +22,7 @@ from tinykv_plugin.blas import load_blas
 BLAS = load_blas()
 
 import mlx.core as mx  # noqa: E402
-from attention_calls import MemoryLoop, Shape, dense, paged  # noqa: E402
+from attention_calls import MemoryLoop, Shape, dense, medians_ms, paged, paged_calls  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from running import parse, parser_of, save  # noqa: E402
@@ -62,10 +62,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(AS_SHIPPED, action="store_true", help=argparse.SUPPRESS)
     arguments = parse(parser, argv, dtype=["float32"], quick=True, longest=64)
     seconds = 0.0 if arguments.smoke else 0.2 if arguments.quick else 0.5
+    loop_megabytes = 1 if arguments.smoke else 256
     shapes = [shape.cut(arguments.longest) for shape in SHAPES] if arguments.longest else SHAPES
     if arguments.as_shipped:
         cases = [(s, d) for d in arguments.dtype for s in shapes[:3] + shapes[5:]]
-        print(json.dumps({f"{s.name} {d}": dense(s, getattr(mx, d), seconds) for s, d in cases}))
+        loop = MemoryLoop(loop_megabytes)
+        print(json.dumps({f"{s.name} {d}": dense(s, getattr(mx, d), seconds, loop) for s, d in cases}))
         return
     usual = KVCacheConfig.model_fields["page_size"].default
     page_sizes = [usual] if arguments.quick else arguments.page_size
@@ -84,11 +86,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         for column in ("x dense", "x shipped", "GB/s", "% of loop"):
             table.add_column(column, justify="right")
         for shape in shapes:
-            stock, key = dense(shape, dtype, seconds), f"{shape.name} {name}"
+            stock, key = dense(shape, dtype, seconds, MemoryLoop(loop_megabytes)), f"{shape.name} {name}"
             before = shipped.get(key)
             found = results[key] = {"dense": stock, "as shipped": before}
             for backend, page_size in [(gather, usual), *((b, size) for size in page_sizes for b in backends)]:
-                loop = MemoryLoop(1 if arguments.smoke else 256)
+                loop = MemoryLoop(loop_megabytes)
                 value = paged(shape, dtype, page_size, backend, backend, seconds, between=loop)
                 if value is None:
                     table.add_row(shape.name, "", "", backend.name, str(page_size), "not supported", *[""] * 4)
@@ -112,12 +114,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         console.print(table)
         for backend in backends:
             for size in page_sizes:
-                label = f"{backend.name} page {size}"
-                mixed, row = (results[f"{s} {name}"].get(label) for s in (shapes[3].name, ONE_ROW))
-                if mixed and row:
-                    # Of each its own loop, so that a machine that others use doesn't decide.
-                    took = (row["GB/s"] / row["loop GB/s"]) / (mixed["GB/s"] / mixed["loop GB/s"])
-                    console.print(f"{name}, {label}: rows of mixed lengths take x{took:.2f} the time of one row")
+                cases = {shape.name: paged_calls(shape, dtype, size, backend, backend) for shape in shapes[3:5]}
+                usable = {case: calls for case, calls in cases.items() if calls is not None}
+                if usable:
+                    mixed, row = medians_ms(usable, 8 * seconds, MemoryLoop(loop_megabytes)).values()
+                    results[f"{name} {backend.name} page {size}: mixed / one row"] = mixed / row
+                    console.print(
+                        f"{name}, {backend.name} page {size}, in turns: rows of mixed lengths {mixed:.2f} ms, as one "
+                        f"row {row:.2f} ms: x{mixed / row:.2f}"
+                    )
     console.print("Slower than dense:", *(losing or ["nothing"]), sep="\n  ")
     save(arguments, results)
 

@@ -86,7 +86,9 @@ def median_ms(calls: list[Callable[[], Any]], seconds: float, between: Callable[
                 return statistics.median(times) * 1e3
 
 
-def medians_ms(cases: dict[str, list[Callable[[], Any]]], seconds: float) -> dict[str, float]:
+def medians_ms(
+    cases: dict[str, list[Callable[[], Any]]], seconds: float, between: Callable[[], None] | None = None
+) -> dict[str, float]:
     """As :func:`median_ms` for several cases that take turns, so that what disturbs a shared machine disturbs all."""
     for calls in cases.values():
         mx.eval(calls[0]())
@@ -95,6 +97,8 @@ def medians_ms(cases: dict[str, list[Callable[[], Any]]], seconds: float) -> dic
     turn = 0
     while turn < 3 or time.perf_counter() < end:
         for name, calls in cases.items():
+            if between is not None:
+                between()
             start = time.perf_counter()
             mx.eval(calls[turn % len(calls)]())
             times[name].append(time.perf_counter() - start)
@@ -112,9 +116,9 @@ def some_tokens(shape: Shape, context: int, dtype: mx.Dtype) -> mx.array:
     return mx.contiguous(mx.tile(few, (1, 1, -(-context // few.shape[2]), 1))[:, :, :context])
 
 
-def dense(shape: Shape, dtype: mx.Dtype, seconds: float) -> float:
+def dense(shape: Shape, dtype: mx.Dtype, seconds: float, between: Callable[[], None] | None = None) -> float:
     """The median time of :func:`dense_calls`."""
-    return median_ms(dense_calls(shape, dtype), seconds)
+    return median_ms(dense_calls(shape, dtype), seconds, between)
 
 
 def dense_calls(shape: Shape, dtype: mx.Dtype) -> list[Callable[[], mx.array]]:
