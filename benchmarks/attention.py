@@ -2,9 +2,9 @@
 
     python benchmarks/attention.py [--dtype float32 bfloat16 float16] [--page-size 16 32 64 128] [--quick] [--json FILE]
 
-Times are medians of calls on cold caches: a large array is read between them. "as shipped" is mlx's dense attention without a fast BLAS, measured in a
-second process; everything else has the BLAS that was found. GB/s count the bytes of K and V once; "% of loop" compares
-them with reading a large array, measured between the calls. Gather is measured with the default page size.
+Times are medians of calls on cold caches: a large array is read between them. "as shipped" is mlx's dense attention
+without a fast BLAS, measured in a second process; everything else has the BLAS that was found. GB/s count the bytes of K
+and V once; "% of loop" compares them with reading that array. Gather is measured with the default page size.
 """
 
 from __future__ import annotations
