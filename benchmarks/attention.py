@@ -2,9 +2,9 @@
 
     python benchmarks/attention.py [--dtype float32 bfloat16 float16] [--page-size 16 32 64 128] [--quick] [--json FILE]
 
-Times are medians of calls on cold caches: a large array is read between them. "as shipped" is mlx's dense attention
-without a fast BLAS, measured in a second process; everything else has the BLAS that was found. GB/s count the bytes of K
-and V once; "% of loop" compares them with reading that array. Gather is measured with the default page size.
+Times are medians of calls that find their data out of the caches. "as shipped" is mlx's dense attention without a fast
+BLAS, measured in a second process; everything else has the BLAS that was found. GB/s count the bytes of K and V once;
+"% of loop" compares them with reading a large array, before and after. Gather has pages of the default size.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     shapes = [shape.cut(arguments.longest) for shape in SHAPES] if arguments.longest else SHAPES
     if arguments.as_shipped:
         cases = [(s, d) for d in arguments.dtype for s in shapes[:3] + shapes[5:]]
-        loop = MemoryLoop(loop_megabytes)
-        print(json.dumps({f"{s.name} {d}": dense(s, getattr(mx, d), seconds, loop) for s, d in cases}))
+        print(json.dumps({f"{s.name} {d}": dense(s, getattr(mx, d), seconds) for s, d in cases}))
         return
     usual = KVCacheConfig.model_fields["page_size"].default
     page_sizes = [usual] if arguments.quick else arguments.page_size
@@ -86,12 +85,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         for column in ("x dense", "x shipped", "GB/s", "% of loop"):
             table.add_column(column, justify="right")
         for shape in shapes:
-            stock, key = dense(shape, dtype, seconds, MemoryLoop(loop_megabytes)), f"{shape.name} {name}"
+            stock, key = dense(shape, dtype, seconds), f"{shape.name} {name}"
             before = shipped.get(key)
             found = results[key] = {"dense": stock, "as shipped": before}
             for backend, page_size in [(gather, usual), *((b, size) for size in page_sizes for b in backends)]:
                 loop = MemoryLoop(loop_megabytes)
-                value = paged(shape, dtype, page_size, backend, backend, seconds, between=loop)
+                loop.some()
+                value = paged(shape, dtype, page_size, backend, backend, seconds)
+                loop.some()
                 if value is None:
                     table.add_row(shape.name, "", "", backend.name, str(page_size), "not supported", *[""] * 4)
                     continue
@@ -117,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 cases = {shape.name: paged_calls(shape, dtype, size, backend, backend) for shape in shapes[3:5]}
                 usable = {case: calls for case, calls in cases.items() if calls is not None}
                 if usable:
-                    mixed, row = medians_ms(usable, 8 * seconds, MemoryLoop(loop_megabytes)).values()
+                    mixed, row = medians_ms(usable, 8 * seconds).values()
                     results[f"{name} {backend.name} page {size}: mixed / one row"] = mixed / row
                     console.print(
                         f"{name}, {backend.name} page {size}, in turns: rows of mixed lengths {mixed:.2f} ms, as one "

@@ -62,23 +62,26 @@ class MemoryLoop:
         list(self._pool.map(np.max, self._parts))
         self.times.append(time.perf_counter() - start)
 
+    def some(self) -> None:
+        """A few passes."""
+        for _ in range(5):
+            self()
+
     def speed(self) -> float:
         """The median GB/s of the passes so far."""
         return sum(part.nbytes for part in self._parts) / statistics.median(self.times) / 1e9
 
 
-def median_ms(calls: list[Callable[[], Any]], seconds: float, between: Callable[[], None] | None = None) -> float:
+def median_ms(calls: list[Callable[[], Any]], seconds: float) -> float:
     """The median time of one call; the calls take turns, so that each finds its data out of the caches.
 
-    A call of ``between`` comes before each, untimed. A call that takes longer than ``seconds`` is timed once more only.
+    A call that takes longer than ``seconds`` is timed once more only.
     """
     mx.eval(calls[0]())
     times: list[float] = []
     end = time.perf_counter() + seconds
     while True:
         for call in calls:
-            if between is not None:
-                between()
             start = time.perf_counter()
             mx.eval(call())
             times.append(time.perf_counter() - start)
@@ -86,9 +89,7 @@ def median_ms(calls: list[Callable[[], Any]], seconds: float, between: Callable[
                 return statistics.median(times) * 1e3
 
 
-def medians_ms(
-    cases: dict[str, list[Callable[[], Any]]], seconds: float, between: Callable[[], None] | None = None
-) -> dict[str, float]:
+def medians_ms(cases: dict[str, list[Callable[[], Any]]], seconds: float) -> dict[str, float]:
     """As :func:`median_ms` for several cases that take turns, so that what disturbs a shared machine disturbs all."""
     for calls in cases.values():
         mx.eval(calls[0]())
@@ -97,8 +98,6 @@ def medians_ms(
     turn = 0
     while turn < 3 or time.perf_counter() < end:
         for name, calls in cases.items():
-            if between is not None:
-                between()
             start = time.perf_counter()
             mx.eval(calls[turn % len(calls)]())
             times[name].append(time.perf_counter() - start)
@@ -116,9 +115,9 @@ def some_tokens(shape: Shape, context: int, dtype: mx.Dtype) -> mx.array:
     return mx.contiguous(mx.tile(few, (1, 1, -(-context // few.shape[2]), 1))[:, :, :context])
 
 
-def dense(shape: Shape, dtype: mx.Dtype, seconds: float, between: Callable[[], None] | None = None) -> float:
+def dense(shape: Shape, dtype: mx.Dtype, seconds: float) -> float:
     """The median time of :func:`dense_calls`."""
-    return median_ms(dense_calls(shape, dtype), seconds, between)
+    return median_ms(dense_calls(shape, dtype), seconds)
 
 
 def dense_calls(shape: Shape, dtype: mx.Dtype) -> list[Callable[[], mx.array]]:
@@ -149,11 +148,10 @@ def paged(
     backend: Any,
     writer: Any,
     seconds: float,
-    between: Callable[[], None] | None = None,
 ) -> float | None:
     """The median time of :func:`paged_calls`; None if the backend doesn't support the case."""
     calls = paged_calls(shape, dtype, page_size, backend, writer)
-    return None if calls is None else median_ms(calls, seconds, between)
+    return None if calls is None else median_ms(calls, seconds)
 
 
 def paged_calls(
