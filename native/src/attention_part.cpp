@@ -47,7 +47,8 @@ Partial PartWorker::own(int which) {
   return partial_in(partials_[which].data(), rows_, value_stride_);
 }
 
-void PartWorker::attend(const Attention& attention, const Unit& unit, int n, const Partial& partial) {
+void PartWorker::attend(const Attention& attention, const Unit& unit, int n, const Partial& partial,
+                        const NextPart& next) {
   // The tokens of this part that any of the queries sees
   const int start = unit.part(n) * kPart, stop = start + kPart;
   const int kept = std::clamp(unit.seen.kept, start, stop);
@@ -56,8 +57,11 @@ void PartWorker::attend(const Attention& attention, const Unit& unit, int n, con
   tokens = list_tokens(attention, unit, begin, end, tokens);
 
   // Behind them the first of the next part, which is fetched while the last of this one are read
-  const int next = n + 1 < unit.parts ? std::max(unit.part(n + 1) * kPart, unit.seen.begin) : unit.seen.end;
-  int listed = list_tokens(attention, unit, next, std::min(next + kBlock, unit.seen.end), tokens);
+  int listed = tokens;
+  if (next.unit != nullptr) {
+    const int first = std::max(next.unit->part(next.n) * kPart, next.unit->seen.begin);
+    listed = list_tokens(attention, *next.unit, first, std::min(first + kBlock, next.unit->seen.end), tokens);
+  }
   for (; listed < tokens + kBlock; ++listed) {
     keys_[listed] = listed > 0 ? keys_[listed - 1] : nullptr;
     values_[listed] = listed > 0 ? values_[listed - 1] : nullptr;

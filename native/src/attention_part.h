@@ -6,14 +6,21 @@
 
 namespace tinykv {
 
+// A unit's n-th part; none without a unit.
+struct NextPart {
+  const Unit* unit;
+  int n;
+};
+
 // A thread's working memory, kept from call to call.
 class PartWorker {
  public:
   // Converts the unit's queries; attend() is for this unit from then on.
   void open(const Attention& attention, const Unit& unit);
 
-  // Attention of the open unit over its n-th part.
-  void attend(const Attention& attention, const Unit& unit, int n, const Partial& partial);
+  // Attention of the open unit over its n-th part. The beginning of `next`, which this thread is likely to come to, is
+  // fetched meanwhile.
+  void attend(const Attention& attention, const Unit& unit, int n, const Partial& partial, const NextPart& next);
 
   // A partial of this worker's own.
   Partial own(int which);

@@ -69,14 +69,15 @@ void zero_padding(const Attention& attention) {
 }
 
 // A unit's parts one after the other.
-void run_unit(const Attention& attention, const Unit& unit) {
+void run_unit(const Attention& attention, const Unit& unit, const NextPart& following) {
   PartWorker& mine = worker();
   mine.open(attention, unit);
+  auto after = [&](int n) { return n + 1 < unit.parts ? NextPart{&unit, n + 1} : following; };
   const Partial total = mine.own(0);
-  mine.attend(attention, unit, 0, total);
+  mine.attend(attention, unit, 0, total, after(0));
   for (int n = 1; n < unit.parts; ++n) {
     const Partial more = mine.own(1);
-    mine.attend(attention, unit, n, more);
+    mine.attend(attention, unit, n, more, after(n));
     kernels().merge(attention.rows_per_token() * unit.tokens, attention.value_dim, total, more);
   }
   store(attention, unit, total);
@@ -84,8 +85,11 @@ void run_unit(const Attention& attention, const Unit& unit) {
 
 void run_units(const Attention& attention, const Plan& plan, bool alone) {
   Failure failure;
-  const int units = int(plan.units.size());
-  auto body = [&](int item) { failure.guard([&] { run_unit(attention, plan.units[item]); }); };
+  const int units = int(plan.units.size()), threads = alone ? 1 : ThreadPool::threads();
+  auto body = [&](int item) {
+    const NextPart following{item + threads < units ? &plan.units[item + threads] : nullptr, 0};
+    failure.guard([&] { run_unit(attention, plan.units[item], following); });
+  };
   if (alone) {
     for (int item = 0; item < units; ++item) body(item);
   } else {
@@ -100,7 +104,8 @@ void run_parts(const Attention& attention, const Plan& plan) {
     int unit, first, last;
   };
   // A few items per thread let the threads end together; long runs let each part fetch the next one's first tokens.
-  const int run = std::max(1, plan.parts / (ThreadPool::threads() * kUnitsPerThread));
+  const int threads = ThreadPool::threads();
+  const int run = std::max(1, plan.parts / (threads * kUnitsPerThread));
   std::vector<Item> items;
   std::vector<int> first_part;  // of each unit, among all parts
   int parts = 0;
@@ -124,7 +129,14 @@ void run_parts(const Attention& attention, const Plan& plan) {
         return partial_in(storage.get() + (first_part[item.unit] + n) * stored, rows, attention.value_dim);
       };
       worker().open(attention, unit);
-      for (int n = item.first; n < item.last; ++n) worker().attend(attention, unit, n, partial(n));
+      NextPart following{nullptr, 0};
+      if (index + threads < int(items.size())) {
+        const Item& later = items[index + threads];
+        following = {&plan.units[later.unit], later.first};
+      }
+      for (int n = item.first; n < item.last; ++n) {
+        worker().attend(attention, unit, n, partial(n), n + 1 < item.last ? NextPart{&unit, n + 1} : following);
+      }
       const int count = item.last - item.first;
       if (done[item.unit].fetch_add(count, std::memory_order_acq_rel) + count < unit.parts) return;
       for (int n = 1; n < unit.parts; ++n) kernels().merge(rows, attention.value_dim, partial(0), partial(n));
