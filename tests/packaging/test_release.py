@@ -150,10 +150,13 @@ def test_the_quick_start_works_from_the_wheel_alone(installed: Path, tmp_path: P
     assert "the tokens of all 7 prompts are equal" in output, output
     fetched = "from tinykv_plugin.demo.fetch import fetch_model; print(fetch_model(progress=False))"
     model = run(installed / "python", "-c", fetched, cwd=tmp_path).strip()
-    question = ("--prompt", "Why is the sky blue?", "--max-tokens", "4")
-    output = run(installed / "tinykv", "generate", "--model", model, *question, "--kv-stats", cwd=tmp_path)
-    assert "==========" in output, output
-    assert "bytes" in output.partition("KV pages of")[2], output
+    command = [installed / "tinykv", "generate", "--model", model, "--prompt", "Why is the sky blue?"]
+    done = subprocess.run(
+        [*map(str, command), "--max-tokens", "4", "--kv-stats"],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "==========" in done.stdout, done.stdout
+    assert "bytes" in done.stderr.partition("KV pages of")[2], done.stderr
     output = run(
         installed / "tinykv", "inspect", f"{model}/config.json", "--memory", "36GiB", "--context", "2k", cwd=tmp_path
     )
