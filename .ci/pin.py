@@ -8,12 +8,13 @@ Run it in an environment with all dependency groups, after the tests have passed
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+import tomllib
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
@@ -32,7 +33,7 @@ def wanted() -> Iterator[Requirement]:
 
 
 def pinned() -> dict[str, str]:
-    """Name and version of those, and of what they need in turn."""
+    """Name and version of those, and of what they need in turn; with a marker if the oldest Python can't have it."""
     found: dict[str, str] = {}
     todo = list(wanted())
     while todo:
@@ -47,9 +48,13 @@ def pinned() -> dict[str, str]:
         except PackageNotFoundError:
             continue
         if name not in found:
-            found[name] = installed.version
+            found[name] = installed.version + _marker(installed.metadata["Requires-Python"])
             todo += [Requirement(line) for line in installed.requires or ()]
     return found
+
+
+def _marker(pythons: str | None) -> str:
+    return "" if SpecifierSet(pythons or "").contains("3.10") else '; python_version >= "3.11"'
 
 
 if __name__ == "__main__":

@@ -87,7 +87,14 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.hookspecs")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    try:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    except ModuleNotFoundError as error:
+        from .mlx_lm_installation import how_to_install, without_mlx_lm
+
+        if not without_mlx_lm(error):
+            raise
+        raise ModuleNotFoundError(f"mlx-lm is not installed: {how_to_install()}", name="mlx_lm") from error
 
 
 def __dir__() -> list[str]:

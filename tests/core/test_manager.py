@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
-import tomllib
 from importlib.metadata import Distribution, EntryPoint, distributions
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from toml_text import loads
 
 from tinykv_plugin.errors import ConfigError, PluginError
 from tinykv_plugin.hookspecs import PageEvicted, PoolGrown, RequestFreed, hookimpl
@@ -270,7 +270,7 @@ def test_the_default_manager_finds_what_is_installed() -> None:
     assert manager is default_manager()
     ours = {info.name: info for info in manager.plugins if info.distribution == "tinykv-plugin"}
     assert {name: info.problem for name, info in ours.items()} == dict.fromkeys(
-        tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["entry-points"]["tinykv_plugin"], ""
+        loads(PROJECT.read_text(encoding="utf-8"))["project"]["entry-points"]["tinykv_plugin"], ""
     )
     assert manager.provider("paged").name == "paged"
     assert manager.provider("dense").name == "dense"

@@ -6,8 +6,9 @@ import json
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
+
+from toml_text import loads
 
 from tinykv_plugin import errors
 from tinykv_plugin.config import KVCacheConfig
@@ -114,8 +115,12 @@ def test_ci_pins_what_is_asked_for() -> None:
     """If this fails: python .ci/pin.py > .ci/constraints.txt, in an environment with all dependency groups."""
     from packaging.requirements import Requirement
 
-    pins = dict(line.split("==") for line in read(".ci/constraints.txt").splitlines() if not line.startswith("#"))
-    project = tomllib.loads(read("pyproject.toml"))
+    pins = dict(
+        line.partition(";")[0].split("==")
+        for line in read(".ci/constraints.txt").splitlines()
+        if not line.startswith("#")
+    )
+    project = loads(read("pyproject.toml"))
     lists = [project["project"]["dependencies"], *project["dependency-groups"].values()]
     asked = [Requirement(line) for lines in lists for line in lines if isinstance(line, str)]
     known = [requirement for requirement in asked if requirement.name in pins]

@@ -78,9 +78,9 @@ def test_the_source_distribution_has_all_that_is_needed_to_work_on_it(sdist: Pat
 
 def test_the_metadata_says_what_is_needed(metadata: Message) -> None:
     assert (metadata["Name"], metadata["Version"]) == ("tinykv-plugin", version())
-    assert (metadata["Requires-Python"], metadata["License-Expression"]) == (">=3.11", "MIT")
+    assert (metadata["Requires-Python"], metadata["License-Expression"]) == (">=3.10", "MIT")
     requirements = metadata.get_all("Requires-Dist") or []
-    assert "mlx-lm<0.33,>=0.32" in requirements
+    assert "mlx-lm<0.33,>=0.32; python_version >= '3.11'" in requirements
     for pattern in (r"mlx\[cpu\]>=\S+; sys_platform == 'linux'", r"mlx>=\S+; sys_platform == 'darwin'"):
         assert [line for line in requirements if re.fullmatch(pattern, line)], pattern
     assert not metadata.get_all("Provides-Extra"), "what developers need are dependency groups"

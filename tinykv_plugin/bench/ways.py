@@ -60,7 +60,7 @@ def machine() -> dict[str, Any]:
     """What the figures were measured on, and with."""
     device = mx.default_device()
     return {
-        "created": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "created": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
         "platform": platform.platform(),
         "device": f"{device.type.name}, {mx.device_info().get('device_name', 'unknown')}",
         "cores": os.cpu_count(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import select
 import sys
@@ -11,8 +11,9 @@ from typing import cast
 
 from ..blas import load_blas
 from ..errors import TinyKVError
+from ..mlx_lm_installation import how_to_install
 from .console import log_to_stderr
-from .failures import BROKEN_PIPE, INTERRUPTED, UsageError, did_you_mean, exit_code
+from .failures import BROKEN_PIPE, INTERRUPTED, CommandError, UsageError, did_you_mean, exit_code
 from .flags import flags_help
 from .mlx_lm_commands import mlx_lm_commands
 
@@ -26,6 +27,8 @@ OWN_COMMANDS = {
     "top": "show what a running tinykv server is doing",
     "completion": "print a completion script for bash, zsh or fish",
 }
+
+NEED_MLX_LM = frozenset({"run", "demo", "bench", "inspect", "selftest"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +68,9 @@ def _run(argv: list[str]) -> int:
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
-    """The function that runs command ``name`` with its arguments. Raises UsageError."""
+    """The function that runs command ``name`` with its arguments. Raises UsageError; CommandError without mlx-lm."""
+    if name in NEED_MLX_LM and importlib.util.find_spec("mlx_lm") is None:
+        raise CommandError(f"mlx-lm is not installed: {how_to_install()}")
     if name in OWN_COMMANDS:
         module = importlib.import_module(f".{name}", __package__)
         return cast("Callable[[Sequence[str]], int]", getattr(module, name))
