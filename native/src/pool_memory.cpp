@@ -21,7 +21,7 @@ struct Pool {
 // Large pools get the system's huge pages: pages in random order need fewer entries of the processor's page table
 // cache, and attention reads them 8 % faster. Small pools don't: a few tokens would take 2 MiB.
 constexpr size_t kHugePage = 2 << 20;
-constexpr size_t kLargePool = 8 << 20;
+[[maybe_unused]] constexpr size_t kLargePool = 8 << 20;
 
 std::mutex mutex;
 // Leaked: arrays may die after this library's static objects.
