@@ -3,7 +3,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <vector>
@@ -73,6 +75,21 @@ void test_idle() {
   CHECK(used() - before < 0.02);
 }
 
+// What a job costs that is nothing but its start and end; printed, as it depends on the machine.
+void time_start() {
+  using Clock = std::chrono::steady_clock;
+  ThreadPool::set_threads(0);
+  std::vector<double> microseconds;
+  for (int job = 0; job < 2000; ++job) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));  // the workers are asleep again
+    const auto begin = Clock::now();
+    ThreadPool::instance().run(2, [](int) {});
+    microseconds.push_back(std::chrono::duration<double, std::micro>(Clock::now() - begin).count());
+  }
+  std::nth_element(microseconds.begin(), microseconds.begin() + 1000, microseconds.end());
+  std::printf("a job of nothing, with sleeping workers: %.1f us (median)\n", microseconds[1000]);
+}
+
 }  // namespace
 
 int main() {
@@ -80,5 +97,6 @@ int main() {
   test_callers();
   test_fork();
   test_idle();
+  time_start();
   return test::failures;
 }
