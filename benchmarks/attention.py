@@ -1,8 +1,10 @@
 """Attention alone: mlx's dense one, gather, and the backends that read pages, side by side.
 
-    python benchmarks/attention.py [--dtype float32 bfloat16 float16] [--page-size 16 32 64 128] [--quick] [--json FILE]
+    python benchmarks/attention.py [--dtype float32 bfloat16 float16] [--page-size 16 32 64 128] [--quick]
+        [--cached] [--json FILE]
 
-Times are medians of calls that find their data out of the caches. "as shipped" is mlx's dense attention without a fast
+Times are medians of calls that find K and V outside the processor's cache, as a model's decode does, which has read its
+weights in between; --cached gives each call the same ones. "as shipped" is mlx's dense attention without a fast
 BLAS, measured in a second process; everything else has the BLAS that was found. GB/s count the bytes of K and V once;
 "% of loop" compares them with reading a large array, before and after. Gather has pages of the default size.
 """
@@ -22,7 +24,7 @@ from tinykv_plugin.blas import load_blas
 BLAS = load_blas()
 
 import mlx.core as mx  # noqa: E402
-from attention_calls import MemoryLoop, Shape, dense, medians_ms, paged, paged_calls  # noqa: E402
+from attention_calls import MemoryLoop, Shape, dense, medians_ms, paged, paged_calls, stay_in_cache  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from running import parse, parser_of, save  # noqa: E402
@@ -58,9 +60,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16", "float16"])
     parser.add_argument("--page-size", nargs="+", type=int, default=[16, 32, 64, 128])
     parser.add_argument("--quick", action="store_true", help="short measurements, the default page size only")
+    parser.add_argument(
+        "--cached", action="store_true", help="the same K/V in every call: the processor's cache has it"
+    )
     parser.add_argument("--longest", type=int, help="cut contexts and prompts to so many tokens")
     parser.add_argument(AS_SHIPPED, action="store_true", help=argparse.SUPPRESS)
     arguments = parse(parser, argv, dtype=["float32"], quick=True, longest=64)
+    if arguments.cached:
+        stay_in_cache()
     seconds = 0.0 if arguments.smoke else 0.2 if arguments.quick else 0.5
     loop_megabytes = 1 if arguments.smoke else 256
     shapes = [shape.cut(arguments.longest) for shape in SHAPES] if arguments.longest else SHAPES
@@ -74,7 +81,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     gather, backends = plugins.gather(), [backend for backend in plugins.backends("auto") if backend.direct]
     console = Console()
     console.print(f"BLAS {BLAS.name}; {os.cpu_count()} processors")
-    shipped = as_shipped(arguments.dtype, ["--smoke"] if arguments.smoke else ["--quick"] if arguments.quick else [])
+    shipped = as_shipped(
+        arguments.dtype, [f"--{name}" for name in ("smoke", "quick", "cached") if getattr(arguments, name)]
+    )
     results: dict[str, Any] = {}
     losing = []
     for name in arguments.dtype:
