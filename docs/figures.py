@@ -25,7 +25,7 @@ CHARTS = {"bench-memory": ("K/V memory: ", 1), "bench-throughput": ("Throughput"
 
 def tables(results: dict[str, Any]) -> str:
     """Everything between the page's markers."""
-    from tinykv_plugin.bench.results import against_stock, differing, losing
+    from tinykv_plugin.bench.results import against_stock, differing, losing, not_run
     from tinykv_plugin.units import format_bytes
 
     machine = results["machine"]
@@ -44,6 +44,9 @@ def tables(results: dict[str, Any]) -> str:
         "Every answer was the one of stock mlx-lm." if not wrong else f"Answers differed: {'; '.join(wrong)}.",
     ]
     lines += ["", "Worse than stock:", "", *(f"- {line}" for line in losing(results)), ""]
+    missing = not_run(results)
+    if missing:
+        lines += ["Not run:", "", *(f"- {line}" for line in missing), ""]
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import re
 import xml.dom.minidom
@@ -13,20 +14,27 @@ from typing import Any
 import pytest
 
 from tinykv_plugin.bench import chart, results, suite
+from tinykv_plugin.bench.batches import Request
+from tinykv_plugin.bench.estimate import estimate
 from tinykv_plugin.bench.report import report
 from tinykv_plugin.cli.bench import print_results
 from tinykv_plugin.cli.console import console
+from tinykv_plugin.cli.failures import CommandError
 
 Call = Callable[..., Any]
 
-TINY = suite.Plan((8, 24), 6, 1, (1, 2), 6, 6, 64)
+TINY = suite.Plan((8, 24), 6, 1, (1, 2), 6, 6, 64, 600)
 
 
 @pytest.fixture(scope="module")
 def measured(tiny_llama: Call) -> dict[str, Any]:
     said: list[str] = []
-    found = suite.run_suite(tiny_llama(), "tiny", TINY, said.append, {"page_size": 8})
-    assert len(said) == suite.steps(TINY)
+    saved: list[int] = []
+    found = suite.run_suite(
+        tiny_llama(), "tiny", TINY, said.append, {"page_size": 8}, lambda results: saved.append(len(results["not_run"]))
+    )
+    assert said == suite.case_names(TINY)
+    assert saved == [*range(len(said) - 1, -1, -1), 0]  # one case after the other is in it
     loaded: dict[str, Any] = json.loads(json.dumps(found))
     return loaded
 
@@ -110,6 +118,7 @@ def test_two_runs_are_compared(measured: dict[str, Any], tinykv: Call, tmp_path:
         ("{}", "format None is not known; this tinykv reads results of format 1"),
         ('{"format": 99}', "format 99 is not known"),
         ("[1]", "format None is not known"),
+        ('{"format": 1, "model": "m"}', "the results have no machine, plan, settings, ways, single"),
         ("oops", "can't be read as results of tinykv bench"),
     ],
 )
@@ -155,6 +164,149 @@ def test_the_command_writes_both_files(
     assert results.read(tmp_path / "run.json")["settings"] == {"page_size": "8"}
     assert (tmp_path / "run.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert f"written: {tmp_path / 'run.json'}, {tmp_path / 'run.html'}" in done.out.replace("\n", "")
+
+
+@pytest.fixture
+def stopped_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, BaseException], None]:
+    """The tiny plan, ended by an error when a scenario starts."""
+
+    def stop(letter: str, error: BaseException) -> None:
+        original = suite.batches.compare
+
+        def compare(model: Any, name: str, *arguments: Any, **settings: Any) -> Any:
+            if name == letter:
+                raise error
+            return original(model, name, *arguments, **settings)
+
+        monkeypatch.setattr(suite, "FULL", TINY)
+        monkeypatch.setattr(suite.batches, "compare", compare)
+
+    return stop
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (CommandError("no memory"), 1)])
+def test_a_run_that_ends_early_leaves_what_it_measured(
+    error: BaseException,
+    code: int,
+    stopped_at: Callable[[str, BaseException], None],
+    tinykv: Call,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+) -> None:
+    stopped_at("b", error)
+    done = tinykv("bench", "--model", str(tiny_model_dir), "--output", str(tmp_path / "run"))
+    assert done.code == code
+    assert (
+        f"tinykv: ended early; the figures so far are in {tmp_path / 'run.json'}, {tmp_path / 'run.html'}" in done.err
+    )
+    assert done.out == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.html", "run.json"]
+    partial = results.read(tmp_path / "run.json")
+    missing = list(suite.SCENARIOS.values())[1:]
+    assert results.not_run(partial) == [f"{name}: the run ended before it" for name in missing]
+    assert list(partial["scenarios"]) == ["a"]
+    page = (tmp_path / "run.html").read_text(encoding="utf-8")
+    assert "Not everything was run: 3 of the cases are missing." in page
+    assert "<h2>Not run</h2>" in page
+    assert all(f"<li>{name}: the run ended before it</li>" in page for name in missing)
+
+
+def test_an_interrupt_before_the_first_figure_writes_nothing(
+    tinykv: Call, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "run.json").write_text("of an earlier run", encoding="utf-8")
+    monkeypatch.setattr(suite.single, "compare", interrupted)
+    done = tinykv("bench", "--model", str(tiny_model_dir), "--output", str(tmp_path / "run"))
+    assert done.code == 130
+    assert "figures so far" not in done.err
+    assert (tmp_path / "run.json").read_text(encoding="utf-8") == "of an earlier run"
+
+
+def test_a_partial_run_is_compared_by_what_it_has(measured: dict[str, Any], tinykv: Call, tmp_path: Path) -> None:
+    partial = copy.deepcopy(measured)
+    partial["single"] = [row for row in partial["single"] if row["prompt"] == 8]
+    partial |= {"batch": [], "scenarios": {}, "memory": {}}
+    partial["not_run"] = dict.fromkeys(suite.case_names(TINY)[1:], suite.ENDED)
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, run in zip(paths, (measured, partial), strict=True):
+        path.write_text(json.dumps(run), encoding="utf-8")
+    for pair, letter in ((paths, "B"), (paths[::-1], "A")):
+        done = tinykv("bench", "--compare", *map(str, pair))
+        assert done.code == 0, done.err
+        table = done.out[: done.out.index("ratios above 1")]
+        assert "prompt 8" in table
+        assert "prompt 24" not in table
+        assert f"not the same: {letter} has no prompt 24: the run ended before it" in done.out
+    assert print_results(console(), partial) == 0
+    assert report(partial).count("nothing was measured") == 1  # the sweep
+
+
+def test_cases_of_another_size_are_not_compared(measured: dict[str, Any]) -> None:
+    other = copy.deepcopy(measured)
+    other["plan"] |= {"row_prompt": 128, "scale": 2}
+    assert {figure.case for figure, _, _ in results.compare(measured, other)} == {"prompt 8", "prompt 24"}
+    assert results.differences(measured, other) == [
+        "batch: row_prompt 6, row_tokens 6 and row_prompt 128, row_tokens 6, so these are not compared",
+        "scenarios: scale 64 and scale 2, so these are not compared",
+    ]
+    assert results.differences(measured, measured) == []
+
+
+def test_what_would_take_too_long_is_left_out_and_named(tiny_llama: Call, capsys: Any) -> None:
+    short = dataclasses.replace(TINY, seconds=1e-6, repeats=3)
+    found = suite.run_suite(tiny_llama(), "tiny", short, lambda name: None, {})
+    assert {(row["prompt"], row["runs"]) for row in found["single"]} == {(8, 1)}  # no second turn either
+    assert not found["batch"]
+    assert not found["scenarios"]
+    assert list(found["not_run"]) == suite.case_names(TINY)[1:]
+    for reason in found["not_run"].values():
+        assert re.fullmatch(r"left out, it would take about \d+ s and may take 0 s", reason)
+    assert print_results(console(), found) == 0
+    assert "not run: batch of 1: left out" in capsys.readouterr().out
+
+
+def test_lengths_are_repeated_while_there_is_time(tiny_llama: Call) -> None:
+    found = suite.run_suite(
+        tiny_llama(), "tiny", dataclasses.replace(TINY, repeats=3, rows=()), lambda name: None, {"attention": "gather"}
+    )
+    assert {row["runs"] for row in found["single"]} == {3}
+
+
+def test_time_is_estimated_from_what_was_measured() -> None:
+    def row(way: str, prompt: int, first: float) -> dict[str, Any]:
+        return {"way": way, "prompt": prompt, "first_token_s": first, "tokens_per_s": 10.0}
+
+    found: dict[str, Any] = {"single": [], "batch": []}
+
+    def needed(*requests: Request, ways: tuple[str, ...]) -> float | None:
+        return estimate(found, requests, ways)
+
+    long = Request([1] * 200, 20)
+    assert needed(long, ways=("stock",)) is None
+    found["single"] = [row("stock", 10, 1.0), row("stock", 100, 10.0), row("cpu", 100, 5.0)]
+    assert needed(long, ways=("stock",)) == pytest.approx(10 * 4 + 2)  # attention: the square
+    assert needed(long, ways=("stock", "cpu")) == pytest.approx(40 + 2 + 5 * 4 + 2)
+    short = Request([1] * 10, 20)
+    assert needed(short, ways=("stock",)) == pytest.approx(1 + 2)
+    # Stock pads what arrives together; pages don't.
+    assert needed(long, short, ways=("stock",)) == pytest.approx(2 * 40 + 4)
+    assert needed(long, short, ways=("cpu",)) == pytest.approx(20 + 0.5 + 4)
+    assert needed(long, Request([1] * 10, 20, after=2), ways=("stock",)) == pytest.approx(40 + 1 + 4)
+    # A stored start is computed once.
+    shared = [Request([1] * 10, 20, prefix=[2] * 100) for _ in range(3)]
+    assert needed(*shared, ways=("stock",)) == pytest.approx(10 + 3 + 6)
+    # A batch answers faster than one request.
+    found["batch"] = [{"way": "stock", "tokens_per_s": 40.0}]
+    assert needed(*shared, ways=("stock",)) == pytest.approx(10 + 3 + 1.5)
+
+
+def test_help_tells_how_long_it_takes(tinykv: Call) -> None:
+    said = " ".join(tinykv("bench", "--help").out.split())
+    assert f"Takes at most about {suite.FULL.seconds / 60:.0f} minutes" in said
+    assert f"a minute or so, at most about {suite.QUICK.seconds / 60:.0f}" in said
 
 
 def test_a_place_to_write_to_is_looked_at_first(tinykv: Call, tmp_path: Path) -> None:

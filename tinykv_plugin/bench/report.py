@@ -9,7 +9,7 @@ from typing import Any
 from .. import __version__
 from ..units import format_bytes
 from .chart import line_chart
-from .results import against_stock, differing, losing
+from .results import against_stock, differing, losing, not_run
 
 STYLE = """
 :root { color-scheme: light dark; --ground: #f6f7f9; --panel: #fff; --line: #d9dde3; --text: #1b2330; --quiet: #5a6576;
@@ -43,7 +43,10 @@ def report(results: dict[str, Any]) -> str:
     facts = {**machine, "memory": format_bytes(machine["memory"]), "model": results["model"]}
     settings = results["settings"]
     facts["settings"] = ", ".join(f"{name} = {value}" for name, value in settings.items()) or "the defaults"
-    worse, wrong = losing(results), differing(results)
+    worse, wrong, missing = losing(results), differing(results), not_run(results)
+    partial = (
+        f'<p class="worse">Not everything was run: {len(missing)} of the cases are missing.</p>' if missing else ""
+    )
     equal = "Every answer is the one of stock mlx-lm." if not wrong else f"Answers differ: {'; '.join(wrong)}."
     return "".join(
         (
@@ -52,9 +55,11 @@ def report(results: dict[str, Any]) -> str:
             f"<title>tinykv bench: {escape(results['model'])}</title><style>{STYLE}</style></head><body>",
             f"<h1>tinykv bench: {escape(results['model'])}</h1>",
             f"<p>{escape(equal)} Ways: {escape(', '.join(results['ways']))}. Ratios above 1 are better than stock.</p>",
+            partial,
             f'<div class="charts">{"".join(charts(results))}</div>',
             f"<h2>Where paged is worse</h2>{_list(worse)}",
             f"<h2>All figures</h2>{_figures(results)}",
+            f"<h2>Not run</h2>{_list(missing)}" if missing else "",
             f"<h2>Measured on</h2>{_table(('', ''), [(name, str(value)) for name, value in facts.items()])}",
             f'<p class="none">tinykv-plugin {escape(__version__)}; the raw numbers are in the JSON file.</p>',
             "</body></html>\n",

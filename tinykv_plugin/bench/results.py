@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,11 @@ from .ways import STOCK
 
 # More of it is worse.
 SMALLER_IS_BETTER = ("first token s", "step ms", "K/V peak MB")
+
+# What sizes the cases of a part have in a plan; their figures are comparable only where these are equal.
+SIZES = {"batch": ("row_prompt", "row_tokens"), "scenarios": ("scale",)}
+
+PARTS = ("machine", "model", "plan", "settings", "ways", "single", "batch", "scenarios", "memory")
 
 
 class ResultsError(TinyKVError, ValueError):
@@ -43,7 +50,28 @@ def read(path: Path) -> dict[str, Any]:
             f"{path}: format {version!r} is not known; this tinykv reads results of format {FORMAT}, "
             f"as tinykv bench writes them"
         )
+    missing = [part for part in PARTS if part not in results]
+    if missing:
+        raise ResultsError(
+            f"{path}: the results have no {', '.join(missing)}; a file that tinykv bench wrote has, even of a run that "
+            f"was interrupted"
+        )
     return dict(results)
+
+
+def write(path: Path, text: str) -> None:
+    """Write ``text`` so that ``path`` is whole at any moment: as before, or as it is now."""
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def not_run(results: dict[str, Any]) -> list[str]:
+    """The cases that were not measured, each with the reason."""
+    return [f"{case}: {reason}" for case, reason in results.get("not_run", {}).items()]
 
 
 def figures(results: dict[str, Any]) -> Iterator[Figure]:
@@ -99,7 +127,10 @@ def differing(results: dict[str, Any]) -> list[str]:
 
 
 def compare(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[Figure, float, float]]:
-    """Each figure that both have: the new one, the old value, and the gain."""
+    """Each figure of a case that both have, of the same size: the new one, the old value, and the gain."""
+    for part, names in SIZES.items():
+        if any(old["plan"].get(name) != new["plan"].get(name) for name in names):
+            new = new | {part: type(new[part])()}
     before = {(figure.case, figure.quantity, figure.way): figure.value for figure in figures(old)}
     return [
         (figure, before[key], gain(figure.quantity, before[key], figure.value))
@@ -115,4 +146,10 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         one, other = old["machine"].get(name), new["machine"].get(name)
         if one != other:
             found.append(f"{name}: {one} and {other}")
+    for part, names in SIZES.items():
+        one, other = (", ".join(f"{name} {run['plan'].get(name)}" for name in names) for run in (old, new))
+        if one != other:
+            found.append(f"{part}: {one} and {other}, so these are not compared")
+    for letter, run in (("A", old), ("B", new)):
+        found += [f"{letter} has no {line}" for line in not_run(run)]
     return found

@@ -17,11 +17,12 @@ from .ways import Way, attached, clean, random_prompt
 
 @dataclass(frozen=True)
 class Single:
-    """One generation: seconds to the first token, decode tokens/s (from the median step), and the tokens."""
+    """Seconds to the first token, decode tokens/s (from the median step), the tokens; medians of ``runs``."""
 
     first_token: float
     tokens_per_second: float
     tokens: list[int]
+    runs: int = 1
 
 
 def generate(model: Any, length: int, tokens: int, known: int) -> Single:
@@ -53,19 +54,30 @@ def decode_at(model: Any, context: int, tokens: int, way: Way) -> float:
 
 
 def compare(
-    model: Any, length: int, tokens: int, known: int, wanted: dict[str, Way], repeats: int
+    model: Any,
+    length: int,
+    tokens: int,
+    known: int,
+    wanted: dict[str, Way],
+    repeats: int,
+    seconds: float = float("inf"),
 ) -> dict[str, Single]:
-    """Each way ``repeats`` times, taking turns; medians."""
+    """Each way ``repeats`` times, taking turns; medians. After the first turn only what fits into ``seconds``."""
     runs: dict[str, list[Single]] = {name: [] for name in wanted}
-    for _ in range(repeats):
+    start = time.perf_counter()
+    for done in range(1, repeats + 1):
         for name, way in wanted.items():
             with attached(model, way):
                 runs[name].append(generate(model, length, tokens, known))
+        spent = time.perf_counter() - start
+        if spent + spent / done > seconds:
+            break
     return {
         name: Single(
             statistics.median(run.first_token for run in found),
             statistics.median(run.tokens_per_second for run in found),
             found[0].tokens,
+            len(found),
         )
         for name, found in runs.items()
     }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,14 @@ def bench(argv: Sequence[str]) -> int:
     parser = command_parser(
         "bench",
         "Measure stock mlx-lm and paged caches side by side: one request by context, batches, memory over "
-        "time. Writes a JSON file and an HTML report. Fetches a small model (93 MB) if none is given.",
+        "time. Takes at most about 12 minutes, and names what it leaves out to stay within them. Writes a JSON file "
+        "and an HTML report after each measurement: ctrl-C loses nothing. Fetches a small model (93 MB) if none is "
+        "given.",
     )
     parser.add_argument("--model", metavar="PATH", type=Path, help="use this local folder; nothing is fetched")
-    parser.add_argument("--quick", action="store_true", help="a fraction of the tokens: a minute, for a first look")
+    parser.add_argument(
+        "--quick", action="store_true", help="a fraction of the tokens: a minute or so, at most about 3"
+    )
     parser.add_argument(
         "--output", metavar="NAME", type=Path, default=Path(OUTPUT), help="write NAME.json and NAME.html (%(default)s)"
     )
@@ -49,41 +54,66 @@ def bench(argv: Sequence[str]) -> int:
     folder = options.output.parent
     if not folder.is_dir():
         raise CommandError(f"--output {options.output}: there is no folder {folder}")
-    with log_to_stderr(verbose=config.verbose):
-        check_plugins(config)
-        results = measure(options.model, options.quick, dict(fields))
-    from ..bench.report import report
-
-    paths = [options.output.with_name(f"{options.output.name}.{kind}") for kind in ("json", "html")]
-    paths[0].write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    paths[1].write_text(report(results), encoding="utf-8")
+    files = _Files(options.output)
+    try:
+        with log_to_stderr(verbose=config.verbose):
+            check_plugins(config)
+            results = measure(options.model, options.quick, dict(fields), files.save)
+    except BaseException:
+        if files.saved:
+            print(f"tinykv: ended early; the figures so far are in {files}", file=sys.stderr)
+        raise
     out = console()
     code = print_results(out, results)
-    out.print(f"written: {', '.join(map(str, paths))}")
+    out.print(f"written: {files}", soft_wrap=True)
     return code
 
 
-def measure(path: Path | None, quick: bool, settings: dict[str, Any]) -> dict[str, Any]:
-    """Run the suite with a bar that shows how far it is."""
-    from ..bench.suite import FULL, QUICK, run_suite, steps
+class _Files:
+    """The two files that a run leaves, brought up to date by each :meth:`save`."""
+
+    def __init__(self, output: Path) -> None:
+        self._json, self._html = (output.with_name(f"{output.name}.{kind}") for kind in ("json", "html"))
+        self.saved = False
+
+    def save(self, results: dict[str, Any]) -> None:
+        from ..bench.report import report
+        from ..bench.results import write
+
+        write(self._json, json.dumps(results, indent=1) + "\n")
+        write(self._html, report(results))
+        self.saved = True
+
+    def __str__(self) -> str:
+        return f"{self._json}, {self._html}"
+
+
+def measure(
+    path: Path | None, quick: bool, settings: dict[str, Any], save: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Run the suite with a bar that shows how far it is; ``save`` gets the results whenever there are more."""
+    from ..bench.suite import FULL, QUICK, case_names, run_suite
     from ..demo.fetch import fetch_model
 
     folder = fetch_model() if path is None else path
     model, _ = load_model(folder)
     plan = QUICK if quick else FULL
     with progress_bar() as progress:
-        task = progress.add_task("warming up", total=steps(plan) + 1)
+        names = case_names(plan)
+        task = progress.add_task(f"warming up ({len(names)} to come)", total=len(names) + 1)
 
-        def advance(about: str) -> None:
-            progress.update(task, advance=1, description=about)
+        def advance(name: str) -> None:
+            if progress.disable:  # no terminal: lines in a log
+                print(f"tinykv: {names.index(name) + 1} of {len(names)}: {name}", file=sys.stderr, flush=True)
+            progress.update(task, advance=1, description=f"{name} ({len(names) - names.index(name) - 1} to come)")
 
         settings.pop("attention", None)  # each way has its own
-        return run_suite(model, model_label(folder), plan, advance, settings)
+        return run_suite(model, model_label(folder), plan, advance, settings, save)
 
 
 def print_results(out: Console, results: dict[str, Any]) -> int:
     """Every figure beside stock's, what loses, and whether the answers are equal."""
-    from ..bench.results import against_stock, differing, losing
+    from ..bench.results import against_stock, differing, losing, not_run
 
     table = Table("case", "quantity", "way", title=escape(f"{results['model']}, paged beside stock"))
     for column in ("stock", "paged", "ratio"):
@@ -97,6 +127,8 @@ def print_results(out: Console, results: dict[str, Any]) -> int:
     out.print("worse than stock (ratios below 1):" if worse else "nothing is worse than stock", soft_wrap=True)
     for line in worse:
         out.print(f"  {escape(line)}", soft_wrap=True)
+    for line in not_run(results):
+        out.print(f"not run: {escape(line)}", soft_wrap=True)
     wrong = differing(results)
     if wrong:
         out.print(f"answers differ from stock's: {'; '.join(wrong)}", soft_wrap=True)
