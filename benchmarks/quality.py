@@ -11,8 +11,10 @@ mlx-lm's cache quantizes as it always does, but its K and V are dequantized befo
 up to rounding, which is checked first, and its quantized matrix product takes several times as long on a CPU.
 
 What pages hold is what mlx-lm's cache holds, bit for bit: read by gather they give the same losses, which is shown
-first. The backend that is measured adds in another order; rounded to few bits in layer after layer, that grows to what
-the two columns differ by, in one direction or the other.
+first. The backend that is measured rounds differently (nearer to float64: benchmarks/rounding.py); rounded to few bits
+in layer after layer, that grows to what the two columns differ by, in one direction or the other. How far they are
+apart has a standard error of its own, from context to context: many short contexts (--context 256) tell more than few
+long ones, as all tokens of a context depend on how its first ones were rounded.
 """
 
 from __future__ import annotations
@@ -151,12 +153,19 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
                 "change": math.expm1(more),
                 "standard error": math.sqrt(variance / count),
             }
+        if "mlx-lm" in table[name]:
+            apart = [(row[name]["pages"]["loss"] - row[name]["mlx-lm"]["loss"]) / row["predicted"] for row in rows]
+            spread = float(np.std(apart, ddof=1)) if len(apart) > 1 else 0.0
+            table[name]["pages against mlx-lm"] = {
+                "change": math.expm1(float(np.mean(apart))),
+                "standard error": spread / math.sqrt(len(apart)),
+            }
     return table
 
 
 def show(console: Console, table: dict[str, Any]) -> None:
     """Print a summary."""
-    shown = Table("K/V", "bytes a token", "pages", "mlx-lm's cache")
+    shown = Table("K/V", "bytes a token", "pages", "mlx-lm's cache", "pages against mlx-lm's cache")
     for name in FORMATS:
         cells = []
         for engine in ("pages", "mlx-lm"):
@@ -165,6 +174,8 @@ def show(console: Console, table: dict[str, Any]) -> None:
             if found:
                 text = f"{found['perplexity']:.4f} ({found['change']:+.3%} ± {found['standard error']:.3%})"
             cells.append(text)
+        apart = table[name].get("pages against mlx-lm")
+        cells.append(f"{apart['change']:+.3%} ± {apart['standard error']:.3%}" if apart else "")
         shown.add_row(name, str(table[name]["bytes a token"]), *cells)
     console.print(shown)
 

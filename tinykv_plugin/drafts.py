@@ -63,6 +63,12 @@ def drafting(own_loop: Loop, is_paged: Callable[[Any], bool]) -> Loop:
     return speculative_generate_step
 
 
+def require_drafts(model: Any, draft_model: Any, num_draft_tokens: int) -> None:
+    """Raise what the loop of :func:`drafting` would at the first prompt; takes no pages."""
+    for part in _divided(None, model, draft_model):
+        RewindingCache(part, num_draft_tokens, prompt_tokens=0)
+
+
 def _divided(prompt_cache: list[Any] | None, model: Any, draft_model: Any) -> tuple[list[Any], list[Any]]:
     """The caches of the model and of the draft model; new ones if there are none."""
     own = mlx_cache.make_prompt_cache(model)

@@ -290,6 +290,30 @@ def test_a_group_size_that_divides_is_found() -> None:
         assert len(greedy(model, prompt(9), 3)) == 3
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_gather_dequantizes_the_pages_it_reads_and_no_others(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is in the pool: of this request its own tokens, and with a window of 8 those of the pages it touches."""
+    model, found = wide(kind), []
+    own = Affine.decode
+
+    def counting(packing: Affine, rows: mx.array, *more: Any) -> mx.array:
+        found.append(rows.shape[0] * rows.shape[2])
+        return own(packing, rows, *more)
+
+    with tinykv.attach(model, page_size=4, attention="gather", bits=8) as kv:
+        others = make_prompt_cache(model)
+        logits(model, prompt(200, 1), others)
+        cache = make_prompt_cache(model)
+        logits(model, prompt(40), cache)
+        monkeypatch.setattr(Affine, "decode", counting)
+        logits(model, [5], cache)
+        layers = [12 if line.kind == "window" else 44 for line in kv.plan]
+        assert kv.stats().pages_total * 4 > 240
+    assert len(found) == 2 * len(layers)
+    for tokens, most in zip(found, [most for most in layers for _ in range(2)], strict=True):
+        assert 0 < tokens <= most
+
+
 def test_a_backend_that_says_nothing_of_quantized_pages_is_not_asked() -> None:
     class Eager:
         name, direct, priority = "eager", True, 99
@@ -319,6 +343,7 @@ def test_r50_mlx_lms_own_argument_is_checked() -> None:
     with tinykv.attach(model, bits=8, group_size=32):
         cache = make_prompt_cache(model)
         assert all(isinstance(layer, PagedKVCache) and not hasattr(layer, "bits") for layer in cache)
+        assert not any(hasattr(layer.merge([layer, copy.deepcopy(layer)]), "bits") for layer in cache)
         for more in ({}, {"quantized_kv_start": 0}, {"quantized_kv_start": 11}):
             same = greedy(model, prompt(9), 5, kv_bits=8, kv_group_size=32, **more)
             assert same == greedy(model, prompt(9), 5)

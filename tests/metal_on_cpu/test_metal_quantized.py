@@ -38,6 +38,12 @@ def test_dims_and_parts(backend: Any, key_dim: int, value_dim: int) -> None:
     assert error(case.attend(backend), case.expected()) < TOLERANCE[mx.float32]
 
 
+@pytest.mark.parametrize("group_size", [64, 128])
+def test_larger_groups(backend: Any, group_size: int) -> None:
+    case = Case([70, 33], key_dim=128, kv_format=KVFormat(8, 4, group_size)).fill(backend)
+    assert error(case.attend(backend), case.expected()) < TOLERANCE[mx.float32]
+
+
 def test_windows_sinks_and_drafts(backend: Any) -> None:
     sinks = mx.array([0.5, -1.0, 2.0, 0.0])
     case = Case([90, 30], window=24, kv_format=KVFormat(4, 4)).fill(backend)

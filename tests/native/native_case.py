@@ -129,7 +129,7 @@ class Case:
         self, mask: Any = "causal", sinks: Any = None, softcap: float | None = None
     ) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Attention in float64; zeros for padding and for queries that see nothing."""
-        q, keys, values = (np.array(x.astype(mx.float32)).astype(np.float64) for x in (self.q, self.keys, self.values))
+        q, keys, values = (_float64(x) for x in (self.q, self.keys, self.values))
         batch, heads, queries, _ = q.shape
         rep = heads // self.kv_heads
         out = np.zeros((batch, heads, queries, self.value_dim))
@@ -175,6 +175,10 @@ class Case:
 
     def _random(self, rng: np.random.Generator, shape: tuple[int, ...]) -> mx.array:
         return mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(self.dtype)
+
+
+def _float64(x: mx.array | np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return (np.array(x.astype(mx.float32)) if isinstance(x, mx.array) else x).astype(np.float64)
 
 
 def poison(backend: Any, pages: LayerPages) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
+from mlx_lm.models.base import quantized_scaled_dot_product_attention
 from native_case import TOLERANCE, Case, error, same_bits
 
 from tinykv_plugin.kv_format import KVFormat
@@ -40,6 +43,45 @@ def test_every_format_and_dtype(isa: str, kv_format: KVFormat, dtype: mx.Dtype, 
         case = Case(dtype=dtype, kv_format=kv_format, **shape)
         case.fill(backend)
         assert error(case.attend(backend), case.expected()) < TOLERANCE[dtype], shape
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_every_group_size(isa: str, group_size: int, backend: Any) -> None:
+    for bits, queries in ((8, 1), (4, 1), (6, 30)):
+        case = Case([150, 40], queries, key_dim=128, kv_format=KVFormat(bits, bits, group_size))
+        case.fill(backend)
+        assert error(case.attend(backend), case.expected()) < TOLERANCE[mx.float32], (bits, queries)
+
+
+def exact(packed: Sequence[mx.array], bits: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """What ``mx.quantize`` returned, dequantized in float64."""
+    words, scales, biases = packed
+    elements = np.array(mx.dequantize(words, mx.ones_like(scales), mx.zeros_like(biases), 64, bits))
+    scale, bias = (np.repeat(np.array(x).astype(np.float64), 64, axis=-1) for x in (scales, biases))
+    return elements.astype(np.float64) * scale + bias
+
+
+@pytest.mark.parametrize("bits", [8, 6, 5, 4])
+def test_no_further_from_float64_than_mlx_lms_quantized_attention(isa: str, bits: int, backend: Any) -> None:
+    """With the same numbers in the pages as in mlx-lm's cache, and keys that have large channels, as real ones do."""
+    for queries in (1, 4, 70):
+        mine, theirs = [], []
+        for seed in range(3):
+            case = Case([700], queries, query_heads=6, kv_format=KVFormat(bits, bits, 64), seed=seed)
+            case.fill(backend)
+            channels = mx.exp(1.5 * mx.random.normal((1, 2, 1, 64), key=mx.random.key(seed)))
+            keys, values = case.keys * 0.3 + channels, case.values
+            case.keys, case.q = keys, case.q / channels.mean()
+            case._write(backend)
+            packed = [mx.quantize(side, 64, bits) for side in (keys, values)]
+            case.keys, case.values = (exact(side, bits) for side in packed)
+            right = case.expected()
+            stock = quantized_scaled_dot_product_attention(
+                case.q + 0, *packed, scale=case.scale, mask="causal", group_size=64, bits=bits
+            )
+            for found, output in ((mine, case.attend(backend)), (theirs, stock)):
+                found.append(np.sqrt(np.square(np.array(output) - right).mean() / np.square(right).mean()))
+        assert 0 < np.mean(mine) <= np.mean(theirs) < 1e-5, queries
 
 
 @pytest.mark.parametrize("kv_format", FORMATS[:1] + FORMATS[4:5], ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import mlx_lm
 import openai
 import pytest
-from served import Server, words
+from mlx_lm.models import llama
+from mlx_lm.models.cache import KVCache
+from served import Server, wait_until, words
 
 import tinykv_plugin as tinykv
 
@@ -107,6 +110,43 @@ def test_r39_more_drafts_than_can_be_taken_back_are_the_clients_error(serve: Ser
     with pytest.raises(openai.BadRequestError, match=r"rewind: 16 is too small for these drafts: .*--kv-rewind 40"):
         server.complete(PROMPTS[0], extra_body={"num_draft_tokens": 40})
     assert server.complete(PROMPTS[0], extra_body={"num_draft_tokens": 16}) == expected
+
+
+@pytest.mark.parametrize(
+    ("rewind", "drafts", "reason"),
+    [
+        (4, 5, r"^rewind: 4 is too small for these drafts: .* 8 tokens must keep 5 more, .* \(--kv-rewind 5\)"),
+        (16, 17, r"^rewind: 16 is too small for these drafts: .* \(--kv-rewind 17\)"),
+    ],
+)
+def test_drafts_that_can_not_be_are_refused_at_the_start(
+    serve: Serve, model_dir: Any, caplog: pytest.LogCaptureFixture, rewind: int, drafts: int, reason: str
+) -> None:
+    draft = str(model_dir("llama", num_hidden_layers=2, seed=5))
+    server = serve("gemma3_text", draft_model=draft, num_draft_tokens=drafts, rewind=rewind)
+    wait_until(lambda: not server.generator.is_healthy, what="the refusal")
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "tinykv"]
+    assert re.search(reason, line)
+    with pytest.raises(Exception, match="503"):
+        server.get("/health")
+    for _ in range(2):
+        with pytest.raises(openai.BadRequestError, match="is too small for these drafts"):
+            server.complete(PROMPTS[0])
+    assert server.stats()["pools"]["main"]["pages_used"] == 0
+
+
+def test_a_draft_model_that_can_not_take_back_is_refused_at_the_start(
+    serve: Serve, model_dir: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class StrangeCache(KVCache):
+        """Of a kind nobody knows: it stays as it is."""
+
+    monkeypatch.setattr(llama.Model, "make_cache", lambda own: [StrangeCache() for _ in own.layers], raising=False)
+    server = serve("gemma3_text", draft_model=str(model_dir("llama", num_hidden_layers=2, seed=5)))
+    wait_until(lambda: not server.generator.is_healthy, what="the refusal")
+    assert "drafts can't be used with this model: its StrangeCache can't take tokens back" in caplog.text
+    with pytest.raises(openai.BadRequestError, match="drafts can't be used with this model"):
+        server.complete(PROMPTS[0])
 
 
 @pytest.mark.parametrize(

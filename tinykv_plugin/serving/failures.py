@@ -7,7 +7,7 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ConfigError, OutOfPagesError, QueueFullError, RequestTooLargeError, TinyKVError
+from ..errors import ConfigError, DraftError, OutOfPagesError, QueueFullError, RequestTooLargeError, TinyKVError
 
 
 class TooManyWatchersError(TinyKVError):
@@ -44,8 +44,8 @@ def failure_of(error: Exception, *, started: bool) -> Failure:
     if isinstance(error, TooManyWatchersError):
         return Failure(503, _body(error, "server_error"))
     too_large = isinstance(error, RequestTooLargeError) or (isinstance(error, OutOfPagesError) and not started)
-    # ConfigError: the server's settings don't allow what was asked for, and won't when it is asked for again.
-    if too_large or isinstance(error, InvalidRequestError | ConfigError):
+    # ConfigError and DraftError: the server's settings and models don't allow what was asked for, and won't later.
+    if too_large or isinstance(error, InvalidRequestError | ConfigError | DraftError):
         return Failure(400, _body(error, "invalid_request_error"))
     return Failure(500, _body(error, "server_error"))
 

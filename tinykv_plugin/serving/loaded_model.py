@@ -9,7 +9,8 @@ from typing import Any
 
 from ..attachment import attachment_of
 from ..batching.admission import Admission
-from ..errors import OutOfPagesError, RequestTooLargeError
+from ..drafts import require_drafts
+from ..errors import ConfigError, DraftError, OutOfPagesError, RequestTooLargeError
 from ..pool import Budget, PagePool, find_room
 from ..prefix_cache import PrefixCache
 from ..session import PagedSession
@@ -22,7 +23,7 @@ class LoadedModel:
 
     ``name`` is the folder or repository it was loaded from, ``vocabulary`` how many tokens it knows. ``paged`` says
     whether its caches are in pages (true while nothing is loaded), ``failed`` whether the server was started with a
-    model that can't be loaded. Any thread may read these.
+    model that can't be loaded, or with a draft model that can't be used with it. Any thread may read these.
     """
 
     def __init__(self, provider: Any) -> None:
@@ -45,13 +46,24 @@ class LoadedModel:
         return bool(provider.model_key == wanted)
 
     def load_default(self) -> None:
-        """Load the model given at the start. If that fails, each request will try again, and get the reason."""
+        """Load the model given at the start. If that fails, each request will try again, and get the reason.
+
+        So it will if drafts can't be used as the server was started; that is found and said here already.
+        """
         try:
             self.provider.load_default()
             self._look()
         except Exception:
             self.failed = True
             log.exception("the model could not be loaded; requests that need it will fail")
+            return
+        provider = self.provider
+        if self.sessions and provider.draft_model is not None:
+            try:
+                require_drafts(provider.model, provider.draft_model, provider.cli_args.num_draft_tokens)
+            except (ConfigError, DraftError) as error:
+                self.failed = True
+                log.error("%s; requests that need it will be refused", error)
 
     def load(self, names: Any) -> None:
         """Load what a request names, in place of what was loaded. Raises whatever goes wrong."""
