@@ -196,7 +196,12 @@ def reasons_against(backend: AttentionBackend, request: AttentionRequest) -> lis
     packed = request.keys is not None or request.values is not None
     if packed and not getattr(backend, "reads_quantized", False):
         reasons.append("quantized pages are not supported")
-    return reasons or backend.supports(request)
+    if reasons:
+        return reasons
+    try:
+        return backend.supports(request)
+    except Exception as error:  # a plugin's, which is done without
+        return [f"it failed when asked: {type(error).__name__}: {error}"]
 
 
 def mask_kind(mask: object) -> MaskKind:

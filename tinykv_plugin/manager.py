@@ -48,7 +48,7 @@ class PluginManager:
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._infos: list[PluginInfo] = []
-        self._failed: set[str] = set()  # hooks, so that each is reported once
+        self._failed: set[tuple[str, str]] = set()  # plugins and hooks, so that each is reported once
         self.hook: Any = self._manager.hook
         if points is None:
             points = entry_points(group=ENTRY_POINT_GROUP)
@@ -100,24 +100,32 @@ class PluginManager:
         return self._named("attention", "gather", found)
 
     def adapter(self, model: object) -> ModelAdapter:
-        """The first adapter that serves ``model``. Raises PluginError if there is none."""
+        """The first adapter that serves ``model``. Raises PluginError if there is none.
+
+        An adapter that fails at being asked is reported and passed over.
+        """
         adapters: list[ModelAdapter] = self._collect("tinykv_model_adapters")
         for adapter in adapters:
-            if adapter.matches(model):
-                return adapter
+            try:
+                if adapter.matches(model):
+                    return adapter
+            except Exception as error:
+                log.warning("the model adapter %r is passed over, as it fails: %s", adapter.name, _problem(error))
         raise PluginError(
             f"no model adapter serves {type(model).__module__}.{type(model).__name__}; "
             f"is one disabled by {DISABLE_VARIABLE}? (tinykv plugins lists them)"
         )
 
     def emit(self, hook: str, event: object) -> None:
-        """Call a notification hook; a plugin's exception is logged, the first time, and never passed on."""
-        try:
-            getattr(self.hook, hook)(event=event)
-        except Exception:
-            level = logging.DEBUG if hook in self._failed else logging.ERROR
-            self._failed.add(hook)
-            log.log(level, "a plugin's %s failed", hook, exc_info=True)
+        """Call a notification hook of every plugin; what one raises is logged, the first time, and stops no other."""
+        for implementation in reversed(getattr(self.hook, hook).get_hookimpls()):
+            try:
+                implementation.function(*[event for _ in implementation.argnames])
+            except Exception:
+                name = implementation.plugin_name
+                level = logging.DEBUG if (name, hook) in self._failed else logging.ERROR
+                self._failed.add((name, hook))
+                log.log(level, "the plugin %r failed in %s", name, hook, exc_info=True)
 
     def _collect(self, hook: str) -> list[Any]:
         return [item for offered in getattr(self.hook, hook)() for item in offered]
@@ -152,6 +160,9 @@ class PluginManager:
         try:
             self._manager.register(plugin, name=name)
             self._manager.check_pending()
+            for caller in self._manager.get_hookcallers(plugin) or ():
+                if any(each.plugin is plugin and (each.wrapper or each.hookwrapper) for each in caller.get_hookimpls()):
+                    raise TypeError(f"its {caller.name} is a wrapper; only plain hooks are called")
             self._offers(plugin)
         except Exception as error:
             if self._manager.has_plugin(name):

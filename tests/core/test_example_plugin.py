@@ -97,6 +97,23 @@ def test_what_its_backend_refuses_is_read_by_gather(
         assert tokens(model, PROMPT, 12) == expected
 
 
+def test_a_backend_that_fails_when_asked_is_named_in_the_plan(
+    tiny_llama: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tinykv_example.backend import ExampleBackend
+
+    def fail(self: Any, request: Any) -> list[str]:
+        raise KeyError("mine")
+
+    model = tiny_llama()
+    stock = tokens(model, PROMPT, 12)
+    monkeypatch.setattr(ExampleBackend, "supports", fail)
+    with tinykv.attach(model, attention="example") as kv:
+        assert {layer.backend for layer in kv.plan} == {"gather"}
+        assert "example: it failed when asked: KeyError: 'mine'" in kv.plan[0].reason
+        assert tokens(model, PROMPT, 12) == stock
+
+
 def test_its_adapter_serves_its_own_model(tiny_llama: Callable[..., Any]) -> None:
     from tinykv_example.model import Model
 

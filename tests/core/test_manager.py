@@ -125,6 +125,17 @@ def test_third_parties_adapters_are_asked_before_ours(shelf: Shelf) -> None:
         manager.adapter(None)
 
 
+def test_an_adapter_that_fails_is_named_and_passed_over(shelf: Shelf, caplog: pytest.LogCaptureFixture) -> None:
+    shelf.add("acme-kv", acme=ADAPTER.format(name="theirs", matches="model.no_such_thing"))
+    (shelf.folder / "tinykv_plugin_paged.py").write_text(ADAPTER.format(name="ours", matches="True"))
+    assert shelf.manager().adapter(1).name == "ours"
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "the model adapter 'theirs' is passed over, as it fails: "
+        "AttributeError: 'int' object has no attribute 'no_such_thing'"
+    )
+
+
 def test_backends_come_best_first_and_gather_last(shelf: Shelf) -> None:
     more = '[backend("slow", True, 1), backend("fast", True, 9), backend("copying", False, 99)]'
     shelf.add("acme-kv", acme=GATHER.replace('[backend("gather")]', more))
@@ -152,6 +163,10 @@ BROKEN = {
     "takes what a hook does not give": (
         "from tinykv_plugin.hookspecs import hookimpl\n@hookimpl\ndef tinykv_providers(model): ...",
         "hook 'tinykv_providers'",
+    ),
+    "wraps a hook": (
+        "from tinykv_plugin.hookspecs import hookimpl\n@hookimpl(wrapper=True)\ndef tinykv_pool_grown(event): yield",
+        "TypeError: its tinykv_pool_grown is a wrapper; only plain hooks are called",
     ),
     "raises in a hook": (PROVIDER.replace("return", "raise KeyError #"), "KeyError:"),
     "offers nothing iterable": (PROVIDER.replace("return", "return None #"), "TypeError: 'NoneType' object is not"),
@@ -261,8 +276,9 @@ def test_a_notification_reaches_plugins_and_their_failure_is_only_logged(
     assert events == [event]
     manager.register(SimpleNamespace(**{hook: hookimpl(fail)}), "failing")
     manager.emit(hook, event)
-    assert f"a plugin's {hook} failed" in caplog.text
+    assert f"the plugin 'failing' failed in {hook}" in caplog.text
     assert "oops" in caplog.text
+    assert events == [event, event], "one plugin's failure keeps nothing from the others"
 
 
 def test_the_default_manager_finds_what_is_installed() -> None:

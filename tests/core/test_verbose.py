@@ -71,7 +71,7 @@ def test_a_plugin_that_fails_again_and_again_is_reported_once(log: pytest.LogCap
     manager.register(SimpleNamespace(tinykv_pool_grown=tinykv.hookimpl(fail)), "failing")
     for _ in range(3):
         manager.emit("tinykv_pool_grown", PoolGrown("full", 0, 1, 1))
-    assert log.messages == ["a plugin's tinykv_pool_grown failed"]
+    assert log.messages == ["the plugin 'failing' failed in tinykv_pool_grown"]
 
 
 def test_without_it_nothing_is_said(tiny_llama: Make, caplog: pytest.LogCaptureFixture) -> None:
