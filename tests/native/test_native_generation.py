@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
 from mlx_lm.models import gemma3_text, gpt_oss, llama
+from mlx_lm.models.cache import trim_prompt_cache
 
 import tinykv_plugin
 
 PROMPTS = ([7] * 3 + list(range(5, 60)), list(range(100, 108)), [3], list(range(1, 120)))
+LARGE = 4096  # pages: 8 MiB of keys of a tiny llama
 
 
 def tiny_llama(dtype: mx.Dtype, layers: int = 2) -> Any:
@@ -115,27 +120,98 @@ def test_rows_of_a_batch_are_as_if_alone() -> None:
         kv.check()
 
 
+def single(model: Any) -> None:
+    """A long prompt in pieces, and many steps, evaluated one ahead."""
+    tokens(model, list(range(1, 100)) * 6, 300)
+
+
+def limited(model: Any) -> None:
+    """Pages that were left are written again."""
+    tokens(model, list(range(1, 100)) * 2, 100, prompt_cache=model.make_cache(40))
+
+
+def forked(model: Any) -> None:
+    cache = model.make_cache()
+    tokens(model, PROMPTS[0], 8, prompt_cache=cache)
+    for fork in [copy.deepcopy(cache) for _ in range(3)]:
+        tokens(model, [5], 40, prompt_cache=fork)
+
+
+def rewound(model: Any) -> None:
+    cache = model.make_cache()
+    for _ in range(4):
+        tokens(model, PROMPTS[0], 8, prompt_cache=cache)
+        trim_prompt_cache(cache, 50)
+
+
+def drafted(model: Any) -> None:
+    """The pool of the draft is watched too."""
+    draft = tiny_llama(mx.float32, 1)
+    with tinykv_plugin.attach(draft, attention="cpu", page_size=16):
+        list(speculative_generate_step(mx.array(PROMPTS[0]), model, draft, max_tokens=40, num_draft_tokens=3))
+
+
+def together(model: Any) -> None:
+    """Rows of a batch join, leave, and share a beginning that was stored."""
+    for make in (BatchGenerator, tinykv_plugin.PagedBatchGenerator):
+        generator = make(model, max_tokens=20, completion_batch_size=3, prefill_batch_size=2)
+        generator.insert([list(prompt) for prompt in PROMPTS * 2])
+        finished = 0
+        while finished < 2 * len(PROMPTS):
+            finished += sum(response.finish_reason is not None for response in generator.next()[1])
+        generator.close()
+
+
 @pytest.mark.parametrize("layers", [1, 2])
-def test_no_pool_is_ever_copied(layers: int, monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
+@pytest.mark.parametrize("path", [single, limited, forked, rewound, drafted, together])
+def test_no_pool_is_ever_copied(
+    path: Callable[[Any], None], layers: int, monkeypatch: pytest.MonkeyPatch, native: Any
+) -> None:
     """One- and two-layer models are where mlx's own writes copy the pool at nearly every asynchronous step."""
     from tinykv_native.backend import CpuBackend
 
-    pointers: dict[int, set[int]] = {}
-    write = CpuBackend.write
+    pools: dict[int, tuple[Any, tuple[int, int]]] = {}
+    copies: Counter[str] = Counter()
+    sizes: set[int] = set()
 
-    def watched(self: Any, metadata: Any, keys: mx.array, values: mx.array) -> None:
-        write(self, metadata, keys, values)
-        pages = metadata.pages
-        for array in (pages.keys, pages.values):
-            pointers.setdefault(id(pages), set()).add(native.data_pointer(array))
+    def watched(name: str) -> Callable[..., None]:
+        original = getattr(CpuBackend, name)
 
-    monkeypatch.setattr(CpuBackend, "write", watched)
+        def call(self: Any, target: Any, *rest: Any) -> None:
+            original(self, target, *rest)
+            pages = getattr(target, "pages", target)
+            where = native.data_pointer(pages.keys), native.data_pointer(pages.values)
+            copies[name] += pools.setdefault(id(pages), (pages, where))[1] != where
+            copies["calls"] += 1
+            sizes.add(pages.num_pages)
+
+        return call
+
+    for name in ("write", "copy_pages", "resize"):
+        monkeypatch.setattr(CpuBackend, name, watched(name))
     model = tiny_llama(mx.float32, layers)
-    with tinykv_plugin.attach(model, attention="cpu", page_size=16):
-        cache = model.make_cache()
-        tokens(model, list(range(1, 100)) * 6, 300, prompt_cache=cache)
+    with tinykv_plugin.attach(model, attention="cpu", page_size=16) as kv:
+        pool = kv.session.pools[0]
+        pool.allocator.release(pool.allocate(LARGE))  # a copy of one of its arrays can't be overlooked
+        gc.collect()
+        mx.clear_cache()
         held = mx.get_active_memory()
-        tokens(model, [5], 300, prompt_cache=cache)
-        assert mx.get_active_memory() - held < 1 << 16
-    assert len(pointers) == layers
-    assert all(len(found) == 2 for found in pointers.values())
+        mx.reset_peak_memory()
+        path(model)
+        assert mx.get_peak_memory() - held < kv.session.layers[0].pages.nbytes / 4
+        assert max(sizes) >= LARGE
+        assert len(pools) == layers + (path is drafted)
+        calls = copies.pop("calls")
+        assert calls > 20 * layers
+        assert +copies == Counter()
+
+
+def test_a_copied_pool_would_be_counted(native: Any) -> None:
+    """The address that is watched is that of the memory: an array that mlx copies has another one."""
+    pool = native.resize_pages(None, [4, 1, 16, 8], mx.float32, 8)
+    grown = native.resize_pages(pool, [8, 1, 16, 8], mx.float32, 8)
+    assert native.data_pointer(grown) == native.data_pointer(pool)
+    outgrown = native.resize_pages(pool, [1 << 16, 1, 16, 8], mx.float32, 0)
+    written = pool.at[0].add(1.0)  # mlx's own write, with another holder of the array
+    mx.eval(written)
+    assert len({native.data_pointer(each) for each in (pool, outgrown, written)}) == 3
