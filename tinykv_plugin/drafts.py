@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,11 +11,15 @@ from mlx_lm.models import cache as mlx_cache
 
 from . import layout
 from .cache import PagedKVCache
-from .errors import DraftError
+from .drafted_prompt import DraftedPrompt
+from .errors import DraftError, TinyKVError
 from .rewinding import RewindingCache, RewindingModel
 
 HANDLES_PAGES = "handles_pages"
 """Attribute of loops that need no wrapping by :func:`drafting`."""
+
+PREFILL_STEP = 512
+"""Prompt tokens in a pass of mlx-lm's loop unless it is told otherwise."""
 
 Loop = Callable[..., Iterator[tuple[int, mx.array, bool]]]
 
@@ -49,15 +54,28 @@ def drafting(own_loop: Loop, is_paged: Callable[[Any], bool]) -> Loop:
             for leaf in layout.leaves([*caches[0], *caches[1]]):
                 if isinstance(leaf, PagedKVCache):
                     leaf.to_quantized(group_size, bits)  # raises if its pages have another format
-        rewinding = [RewindingCache(part, num_draft_tokens, len(prompt)) for part in caches]
-        stand_ins = [RewindingModel(whole) for whole in models]
+        prompts = prompt_cache.parts if isinstance(prompt_cache, DraftedPrompt) else [None, None]
+        rewinding = [
+            RewindingCache(part, num_draft_tokens, len(prompt), whole)
+            for part, whole in zip(caches, prompts, strict=True)
+        ]
+        stand_ins = [RewindingModel(whole, options.get("prefill_step_size", PREFILL_STEP)) for whole in models]
         steps: Any = own_loop(prompt, *stand_ins, *args, prompt_cache=rewinding, **options)
+        failed = True
         try:
             yield from steps
+            failed = False
+        except GeneratorExit:
+            failed = False
+            raise
         finally:
             steps.close()
             for part, whole in zip(rewinding, models, strict=True):
                 part.settle(whole)
+            if not failed:
+                # The draft model has not run the last draft if it was right: later drafts would miss it.
+                with contextlib.suppress(TinyKVError):  # there is no room: it is run when it is needed
+                    rewinding[1].catch_up(draft_model, rewinding[0])
 
     setattr(speculative_generate_step, HANDLES_PAGES, True)
     return speculative_generate_step

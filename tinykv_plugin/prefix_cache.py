@@ -62,6 +62,17 @@ class PrefixCache:
         If the cache holds fewer tokens, these are stored. (The caches of a model without any attention can't tell how
         many they hold: it must be exactly ``tokens``.) Raises CacheStateError for another model's cache.
         """
+        return self._insert(tokens, cache, tail=True)
+
+    def insert_unfinished(self, tokens: Sequence[int], cache: Sequence[Any]) -> int:
+        """As :meth:`insert`, for a request that goes on.
+
+        Only full pages are stored: a page that is shared has to be copied when it is written next. But layers without
+        pages can only be stored as they are now.
+        """
+        return self._insert(tokens, cache, tail=bool(self._session.stateful))
+
+    def _insert(self, tokens: Sequence[int], cache: Sequence[Any], tail: bool) -> int:
         row = _row(cache)
         with self._session.lock:
             if row is None and not self._session.layers:
@@ -73,7 +84,7 @@ class PrefixCache:
                 raise CacheStateError("the model was detached from tinykv; attach it again to store prompts")
             self._session.enter()
             row.heal()
-            return self.keep(tokens, row, dict(enumerate(layout.leaves(cache))))
+            return self.keep(tokens, row, dict(enumerate(layout.leaves(cache))), tail)
 
     def clear(self) -> None:
         """Drop everything in memory; pages that requests still hold stay theirs.
@@ -148,6 +159,17 @@ class PrefixCache:
         """
         session = self._session
         return bool(session.stateful) or any(group.window is not None for group in session.groups)
+
+    @property
+    def interval(self) -> int:
+        """Tokens between the places where prompts are stored while they are processed, where they need such."""
+        return self._session.prefix_interval
+
+    @staticmethod
+    def limit_of(cache: Sequence[Any]) -> int | None:
+        """The size limit that a request's caches were made with."""
+        row = _row(cache)
+        return row.max_kv_size if row is not None else None
 
     def fingerprint(self) -> str:
         """A digest of the model's weights, adapters included."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
@@ -14,6 +14,9 @@ from .cache import PagedKVCache
 from .errors import ConfigError, DraftError
 from .layout import leaves
 from .unused import UnusedCache
+
+if TYPE_CHECKING:
+    from .drafted_prompt import PromptPart
 
 REWINDABLE = (mlx_cache.KVCache, mlx_cache.QuantizedKVCache, mlx_cache.ConcatenateKVCache, UnusedCache)
 """Caches without pages that keep every token, or none: others say that they can be trimmed, and then read what they
@@ -37,28 +40,92 @@ class RewindingCache:
     together with those of the next pass. ``depth`` is how many tokens a rewind may take back.
     """
 
-    def __init__(self, caches: Sequence[Any], depth: int, prompt_tokens: int) -> None:
+    def __init__(
+        self, caches: Sequence[Any], depth: int, prompt_tokens: int, prompt: PromptPart | None = None
+    ) -> None:
         self.caches = list(caches)
         found = leaves(caches)
         self._recurrent = [leaf for leaf in found if isinstance(leaf, mlx_cache.ArraysCache)]
         self._kv = [leaf for leaf in found if not isinstance(leaf, mlx_cache.ArraysCache)]
         self._rows = {id(leaf._row): leaf._row for leaf in found if isinstance(leaf, PagedKVCache)}
+        self._depth = depth
         self._passes: deque[_Pass] = deque(maxlen=depth + 1)
         self._position = 0
         self._undone = 0
         self._rewound = True  # there is no pass to take back
+        self._last = mx.zeros((1, 0), dtype=mx.uint32)  # tokens of the last pass, which began at
+        self._last_start = 0
         self._prompt_tokens = prompt_tokens
+        self._prompt = prompt
+        # Tokens before those that the loop knows of; all that is left of them is run first.
+        self._before = 0 if prompt is None else len(prompt.tokens) - prompt_tokens
+        self._storing = prompt is not None
         # A pass may run the drafts of the last one again before its own.
         self._require_margin(2 * depth + 1 if self._recurrent else depth)
 
     def run(self, model: Any, tokens: mx.array) -> mx.array:
-        """The logits ``(1, count, vocabulary)`` of ``tokens`` ``(1, count)`` behind what the caches hold."""
+        """The logits ``(1, count, vocabulary)`` of ``tokens`` ``(1, count)`` behind what the caches hold.
+
+        Of a chunk of the prompt perhaps only those of its last tokens: mlx-lm doesn't look at them.
+        """
+        self._store_prompt()
+        while (count := self._until_stop(tokens.shape[1])) is not None:
+            self._pass(model, tokens[:, :count])
+            mx.eval(self.state)
+            tokens = tokens[:, count:]
+            self._store_prompt()
+        return self._pass(model, tokens)
+
+    def run_before(self, model: Any, chunk: int) -> None:
+        """Run what the caches lack of the tokens before those that the loop knows of, ``chunk`` at a time."""
+        prompt = self._prompt
+        if prompt is None:
+            return
+        while prompt.count < self._before:
+            lacking = prompt.tokens[prompt.count : self._before]
+            count = min(chunk, len(lacking), prompt.until_stop(prompt.count) or chunk)
+            model(mx.array(lacking[:count])[None], cache=self.caches)
+            mx.eval(self.state)
+            prompt.count += count
+            prompt.store(prompt.count)
+
+    def settle(self, model: Any) -> None:
+        """Leave the caches as after a plain run over the tokens that were kept."""
         again = self._go_back()
-        count = 0 if again is None else again.shape[1]
-        inputs = tokens if again is None else mx.concatenate([again, tokens], axis=1)
+        if again is not None:
+            model(again, cache=self.caches)
+            mx.eval(self.state)
+            self._position += again.shape[1]
+        for row in self._rows.values():
+            row.stepwise = False
+        if self._prompt is not None and self._prompt.count >= self._before:
+            self._prompt.count = self._before + self._position
+
+    def catch_up(self, model: Any, other: RewindingCache) -> None:
+        """Run the tokens that ``other``'s last pass has run and these caches lack. Both have settled."""
+        start, stop = (position - other._last_start for position in (self._position, other._position))
+        if 0 <= start < stop <= other._last.shape[1]:
+            model(other._last[:, start:stop], cache=self.caches)
+            mx.eval(self.state)
+            self._position = other._position
+            if self._prompt is not None:
+                self._prompt.count += stop - start
+
+    def _pass(self, model: Any, tokens: mx.array) -> mx.array:
+        again = self._go_back()
+        if again is None:
+            return self._forward(model, tokens)
+        count = again.shape[1]
+        if count > self._depth:
+            # While drafts are wrong, they only become more; and windows keep so many tokens and no more.
+            self._forward(model, again)
+            return self._forward(model, tokens)
+        return self._forward(model, mx.concatenate([again, tokens], axis=1))[:, count:]
+
+    def _forward(self, model: Any, inputs: mx.array) -> mx.array:
         for row in self._rows.values():
             # All but the last token of the prompt are read as without drafts, in chunks.
-            row.stepwise = self._position + count >= self._prompt_tokens - 1
+            row.stepwise = self._position + inputs.shape[1] >= self._prompt_tokens
         states = [list(leaf.cache) for leaf in self._recurrent]
         try:
             logits: mx.array = model(inputs, cache=self.caches)
@@ -68,18 +135,25 @@ class RewindingCache:
             raise
         if self._recurrent:
             self._passes.append(_Pass(self._position, inputs, states))
+        self._last, self._last_start = inputs, self._position
         self._position += inputs.shape[1]
         self._rewound = False
-        return logits[:, count:]
+        return logits
 
-    def settle(self, model: Any) -> None:
-        """Leave the caches as after a plain run over the tokens that were kept."""
-        again = self._go_back()
-        if again is not None:
-            model(again, cache=self.caches)
-            mx.eval(self.state)
-        for row in self._rows.values():
-            row.stepwise = False
+    def _until_stop(self, count: int) -> int | None:
+        """How many of the next ``count`` tokens to run before the prompt is stored; None: there is no such place."""
+        if not self._storing or self._prompt is None:
+            return None
+        stop = self._prompt.until_stop(self._before + self._position)
+        return stop if stop is not None and stop < count else None
+
+    def _store_prompt(self) -> None:
+        """Store the prompt as far as it was run, before the first pass that isn't part of it the last time."""
+        if not self._storing or self._prompt is None:
+            return
+        if self._position:
+            self._prompt.store(self._before + self._position)
+        self._storing = self._position < self._prompt_tokens - 1
 
     # What mlx-lm asks of a cache ------------------------------------------------------------------------------------
 
@@ -140,12 +214,17 @@ class RewindingCache:
 
 
 class RewindingModel:
-    """Stands for a model in mlx-lm's loop for drafts: runs it on a :class:`RewindingCache`."""
+    """Stands for a model in mlx-lm's loop for drafts: runs it on a :class:`RewindingCache`.
 
-    def __init__(self, model: Any) -> None:
+    What the caches lack of the prompt before the loop's is run first, ``chunk`` tokens at a time.
+    """
+
+    def __init__(self, model: Any, chunk: int) -> None:
         self._model = model
+        self._chunk = chunk
         # mlx-lm divides a list of caches by the number of layers.
         self.layers = [None]
 
     def __call__(self, tokens: mx.array, cache: list[RewindingCache]) -> mx.array:
+        cache[0].run_before(self._model, self._chunk)
         return cache[0].run(self._model, tokens)

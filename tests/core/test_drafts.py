@@ -66,6 +66,17 @@ def test_r40_tokens_are_those_without_drafts(kind: str) -> None:
         assert kv.stats().pages_used == draft_kv.stats().pages_used == 0
 
 
+def test_recurrent_layers_with_drafts_that_are_all_wrong() -> None:
+    """What is run again after each rewind doesn't grow: it would pass what the limited layers keep."""
+    model, draft = target("qwen3_next"), make("llama", seed=11, **TWO)
+    with tinykv.attach(model, page_size=4, max_kv_size=16) as kv, tinykv.attach(draft, page_size=4, budget_of=kv):
+        expected = greedy(model, prompt(40), 60)
+        tokens, drafted = speculative(model, draft, prompt(40), 60, num_draft_tokens=3)
+        assert tokens == expected
+        assert drafted < 20
+        kv.check()
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
 def test_quantized_pages_with_drafts(kind: str) -> None:
     model, draft = target(kind, head_dim=32), similar(kind, head_dim=32)

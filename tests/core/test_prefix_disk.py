@@ -21,6 +21,7 @@ from test_prefix_cache import assert_as_cold, run
 
 import tinykv_plugin as tinykv
 from tinykv_plugin import page_index, prefix_store
+from tinykv_plugin.drafted_prompt import DraftedPrompt
 from tinykv_plugin.errors import ConfigError
 from tinykv_plugin.prefix_store import PrefixStore
 from tinykv_plugin.prefix_tree import page_hash, token_bytes
@@ -265,17 +266,21 @@ def test_a_damaged_index_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureF
     assert assert_as_cold(kv, [*tokens, 1]) == 20
 
 
-def test_a_prompt_whose_files_are_gone_is_run(tmp_path: Path) -> None:
-    """Also where a model and its draft model must find the same."""
+@pytest.mark.parametrize(("gone", "left"), [(FULL, (0, 0)), (WINDOW, (23, 0))])
+def test_a_prompt_whose_files_are_gone_is_run(tmp_path: Path, gone: str, left: tuple[int, int]) -> None:
+    """Also by a draft model alone, but it needs no more than its model has."""
     tokens = models.prompt(24)
     for kind in (FULL, WINDOW):
         with attached(tmp_path / kind, kind) as kv:
             store(kv, tokens)
-    for path in files(tmp_path / WINDOW):
+    for path in files(tmp_path / gone):
         path.unlink()
     stored = PagedPromptCache()
     stored.use([attached(tmp_path / kind, kind).prefix_cache for kind in (FULL, WINDOW)])
-    assert stored.fetch_nearest_cache("model", tokens) == (None, tokens)
+    found, rest = stored.fetch_nearest_cache("model", tokens)
+    assert isinstance(found, DraftedPrompt)
+    assert left[0] - 4 < 24 - len(rest) <= left[0]
+    assert [part.count for part in found.parts] == [24 - len(rest), left[1]]
 
 
 def test_what_is_on_disk_already_is_not_written_with_less(tmp_path: Path) -> None:

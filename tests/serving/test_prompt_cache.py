@@ -13,6 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from served import Server, wait_until, words
 
 import tinykv_plugin as tinykv
+from tinykv_plugin.drafted_prompt import DraftedPrompt
 from tinykv_plugin.serving.prompt_cache import PagedPromptCache
 
 Serve = Callable[..., Server]
@@ -62,7 +63,7 @@ def test_r12_a_hit_leaves_a_token_to_run(kv: Any) -> None:
 
 
 def test_a_draft_model_has_the_same_tokens() -> None:
-    """What is found is as much as both have, and can be continued after in both."""
+    """What is found is as much as the model has; of the draft model's at most as much."""
     kv, draft = (
         tinykv.attach(models.shared(kind, seed=4), page_size=4, memory="4MiB") for kind in ("llama", "gemma3_text")
     )
@@ -74,12 +75,15 @@ def test_a_draft_model_has_the_same_tokens() -> None:
         del cache
     cold = [continued(one, one.make_cache(), tokens) for one in (kv, draft)]
     cache, rest = stored.fetch_nearest_cache(KEY, tokens)
-    assert cache is not None
+    assert isinstance(cache, DraftedPrompt)
     assert len(rest) == 1
-    parts = cache[: len(kv.plan)], cache[len(kv.plan) :]
-    for one, part, expected in zip((kv, draft), parts, cold, strict=True):
-        assert models.largest_difference(continued(one, part, rest), expected) < 1e-4
-    assert stored.fetch_nearest_cache(KEY, models.prompt(9, 1)) == (None, models.prompt(9, 1))
+    assert [part.count for part in cache.parts] == [29, 29]
+    for one, part, expected in zip((kv, draft), cache.parts, cold, strict=True):
+        assert models.largest_difference(continued(one, part.caches, rest), expected) < 1e-4
+    nothing, rest = stored.fetch_nearest_cache(KEY, models.prompt(9, 1))
+    assert nothing is not None
+    assert all(leaf.empty() for leaf in nothing)
+    assert rest == models.prompt(9, 1)
 
 
 def test_bytes_are_those_of_unique_pages() -> None:

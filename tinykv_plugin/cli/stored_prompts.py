@@ -32,6 +32,7 @@ class _StoredSteps:
     def __init__(self, models: AttachedModels) -> None:
         self._models = models
         self._cache: list[Any] | None = None
+        self._used: list[Any] | None = None  # what was given to the loop in its place
         self._tokens: list[int] = []
 
     def single(self, original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
@@ -72,25 +73,31 @@ class _StoredSteps:
             return
         from mlx_lm.models.cache import make_prompt_cache
 
+        from ..drafted_prompt import DraftedPrompt
+
         given = options.get("prompt_cache")
         cache: list[Any] = given if given is not None else []
         if given is None:
             limit = {"max_kv_size": options.get("max_kv_size")} if len(models) == 1 else {}
             cache = [layer for model in models for layer in make_prompt_cache(model, **limit)]
-        rest, changed = prompt, {"prompt_cache": cache}
+        rest, changed, used = prompt, {}, cache
         tokens = prompt.tolist()
         if all(layer.empty() for layer in cache):
             found, left = store.fetch_nearest_cache(None, tokens)
             if found is not None:
                 cache[:] = found
+                used = found if isinstance(found, DraftedPrompt) else cache
                 known, rest = prompt[: len(tokens) - len(left)], prompt[len(tokens) - len(left) :]
-                changed["logits_processors"] = _with_known(known, options.get("logits_processors"))
+                if known.size:
+                    changed["logits_processors"] = _with_known(known, options.get("logits_processors"))
         elif cache is self._cache:
+            if isinstance(self._used, DraftedPrompt):
+                used = self._used.continued(tokens)
             tokens = self._tokens + tokens
         else:
-            yield from start(prompt, **changed)
+            yield from start(prompt, prompt_cache=cache)
             return
-        steps: Any = start(rest, **changed)
+        steps: Any = start(rest, prompt_cache=used, **changed)
         answered = False
         try:
             for step in steps:
@@ -105,9 +112,9 @@ class _StoredSteps:
         finally:
             steps.close()  # takes drafts back
             if answered:
-                store.insert_cache(None, tokens, cache)
+                store.insert_cache(None, tokens, used)
                 # The caller's list, which its next turn comes with.
-                self._cache, self._tokens = given, tokens[: min(_offsets(cache), default=0)]
+                self._cache, self._used, self._tokens = given, used, tokens[: _count(used, len(tokens))]
 
     def _store(self, models: Sequence[Any], max_kv_size: int | None) -> Any:
         """The prefix caches of the models that generate together; None unless all have one."""
@@ -132,5 +139,10 @@ def _with_known(known: Any, processors: Sequence[Callable[[Any, Any], Any]] | No
     return [with_known(processor) for processor in processors or ()]
 
 
-def _offsets(cache: Sequence[Any]) -> list[int]:
-    return [layer.offset for layer in cache if isinstance(getattr(layer, "offset", None), int)]
+def _count(cache: list[Any], tokens: int) -> int:
+    """How many of ``tokens`` are in ``cache``; recurrent layers alone don't tell, and have all without drafts."""
+    from ..drafted_prompt import DraftedPrompt
+
+    if isinstance(cache, DraftedPrompt):
+        return cache.parts[0].count
+    return min((layer.offset for layer in cache if isinstance(getattr(layer, "offset", None), int)), default=tokens)

@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_lm.models.cache import LRUPromptCache
 
+from ..drafted_prompt import DraftedPrompt
 from ..prefix_cache import PrefixCache
 
 UNLIMITED = 1 << 63
@@ -54,40 +55,35 @@ class PagedPromptCache(LRUPromptCache):  # type: ignore[misc]
     def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
         """A cache with a prefix of ``tokens``, and the tokens still to run; (None, ``tokens``) if there is none.
 
-        At least one token is left to run. A draft model's caches come after the model's, as far as the model's.
+        At least one token is left to run. With a draft model it is a DraftedPrompt, even if nothing is found: the loop
+        for drafts stores the prompt.
         """
         if not self._prefixes:
             found: tuple[list[Any] | None, list[int]] = super().fetch_nearest_cache(model, tokens)
             return found
         with self._lock:
-            count = self._common_count(tokens)
-            while count:
-                parts = [
-                    prefix.attach(tokens, self._max_kv_size, limit=count, counted=False) for prefix in self._prefixes
-                ]
-                least = min(reused for _, _, reused in parts)
-                if least == count:
-                    break
-                # What was on disk can't be read, or what was in memory has just given way.
-                count = self._common_count(tokens[: least + 1])
-            for prefix in self._prefixes:
-                prefix.count(count, len(tokens) - count)
-            return ([leaf for cache, _, _ in parts for leaf in cache], tokens[count:]) if count else (None, tokens)
+            if len(self._prefixes) > 1:
+                prompt, count = DraftedPrompt.fetch(self._prefixes, tokens, self._max_kv_size)
+                return prompt, tokens[count:]
+            cache, rest, count = self._prefixes[0].attach(tokens, self._max_kv_size)
+            return (cache, rest) if count else (None, tokens)
 
     def insert_cache(
         self, model: Any, tokens: Sequence[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
     ) -> None:
         """Keep ``prompt_cache``, which must not be used further, for prompts that begin like ``tokens``.
 
-        If it holds fewer tokens, these are kept: a request served alone is stored with its last token, which was not
-        run, and a draft model may lag behind.
+        If it holds fewer tokens, these are kept: with a draft model, the last token was perhaps not run.
         """
         if not self._prefixes:
             super().insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
             return
         with self._lock:
-            for prefix, part in zip(self._prefixes, self._parts(prompt_cache), strict=True):
-                prefix.insert(tokens, part)
+            if isinstance(prompt_cache, DraftedPrompt):
+                prompt_cache.insert(tokens)
+            else:
+                for prefix, part in zip(self._prefixes, self._parts(prompt_cache), strict=True):
+                    prefix.insert(tokens, part)
             self.trim_to(n_sequences=self.max_size, n_bytes=self.max_bytes)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
@@ -120,16 +116,6 @@ class PagedPromptCache(LRUPromptCache):  # type: ignore[misc]
             stock: dict[str, dict[str, int]] = super().stats_by_type()
             return stock
         return {"assistant": {"n_sequences": len(self), "n_bytes": self.nbytes}}
-
-    def _common_count(self, tokens: Sequence[int]) -> int:
-        """The most tokens that all models have stored and can be continued after."""
-        count = len(tokens) - 1
-        while count > 0:
-            found = {prefix.matched(tokens[: count + 1], self._max_kv_size) for prefix in self._prefixes}
-            if found == {count}:
-                break
-            count = min(min(found), count - 1)
-        return max(0, count)
 
     def _parts(self, prompt_cache: list[Any]) -> list[list[Any]]:
         """The caches of each model."""
