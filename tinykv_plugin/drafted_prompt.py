@@ -70,8 +70,10 @@ class DraftedPrompt(list[Any]):
     def continued(self, tokens: Sequence[int]) -> DraftedPrompt:
         """The same caches in the next turn: ``tokens`` come after those that the model holds."""
         known = [*self.tokens[: self.parts[0].count], *tokens]
-        return DraftedPrompt([PromptPart(p.prefix, p.caches, known, min(p.count, len(known))) for p in self.parts], known)
+        parts = [PromptPart(p.prefix, p.caches, known, min(p.count, len(known))) for p in self.parts]
+        return DraftedPrompt(parts, known)
 
     def insert(self, tokens: Sequence[int]) -> int:
         """Store the caches, which hold the first of ``tokens``; returns how many the model's do."""
-        return [part.prefix.insert(tokens[: part.count], part.caches) for part in self.parts][0]
+        stored = [part.prefix.insert(tokens[: part.count], part.caches) for part in self.parts]
+        return stored[0]

@@ -40,9 +40,7 @@ class RewindingCache:
     together with those of the next pass. ``depth`` is how many tokens a rewind may take back.
     """
 
-    def __init__(
-        self, caches: Sequence[Any], depth: int, prompt_tokens: int, prompt: PromptPart | None = None
-    ) -> None:
+    def __init__(self, caches: Sequence[Any], depth: int, prompt_tokens: int, prompt: PromptPart | None = None) -> None:
         self.caches = list(caches)
         found = leaves(caches)
         self._recurrent = [leaf for leaf in found if isinstance(leaf, mlx_cache.ArraysCache)]

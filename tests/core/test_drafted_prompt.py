@@ -98,6 +98,7 @@ def test_both_models_run_only_what_is_new(kind: str, draft_kind: str, settings: 
         tinykv.attach(model, page_size=PAGE, **settings) as kv,
         tinykv.attach(draft, page_size=PAGE, budget_of=kv, **settings) as draft_kv,
     ):
+
         def alone(tokens: list[int], count: int = 30) -> list[int]:
             return greedy(model, tokens, count, kv.make_cache())
 
