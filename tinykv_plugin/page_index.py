@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import sqlite3
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,19 +82,23 @@ class PageIndex:
         row = self._db.execute("SELECT tokens, groups, state, checksum FROM pages WHERE hash = ?", (key,)).fetchone()
         return StoredPage(key, tokens, row[1], bool(row[2]), row[3]) if row is not None and row[0] == tokens else None
 
+    def has(self, key: bytes) -> bool:
+        """Whether there is a page with this hash."""
+        return self._db.execute("SELECT 1 FROM pages WHERE hash = ?", (key,)).fetchone() is not None
+
     def put(
-        self, key: bytes, tokens: bytes, depth: int, groups: bytes, state: bool, size: int, checksum: bytes
+        self, key: bytes, tokens: bytes, depth: int, groups: bytes, state: bool, size: int, checksum: bytes, used: float
     ) -> None:
-        """Enter a page, in place of what was known of it."""
-        row = (key, tokens, depth, groups, state, size, checksum, time.time())
+        """Enter a page that was used last at ``used``, in place of what was known of it."""
+        row = (key, tokens, depth, groups, state, size, checksum, used)
         with self._db as db:
             db.execute("INSERT OR REPLACE INTO pages VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Note that these pages were used."""
-        now = time.time()
+    def touch(self, used: Mapping[bytes, float]) -> None:
+        """Note when these pages were used."""
         with self._db as db:
-            db.executemany("UPDATE pages SET used = ? WHERE hash = ?", [(now, key) for key in keys])
+            query = "UPDATE pages SET used = MAX(used, ?) WHERE hash = ?"
+            db.executemany(query, [(at, key) for key, at in used.items()])
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Take these pages out."""
@@ -106,18 +110,20 @@ class PageIndex:
         (total,) = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM pages").fetchone()
         return int(total)
 
-    def least_used(self, size: int) -> list[bytes]:
-        """Pages of ``size`` bytes together, or all there are, the least recently used first.
+    def least_used(self, size: int, used: float = math.inf, depth: int = -1) -> tuple[list[bytes], int]:
+        """Pages of ``size`` bytes together, or all there are, the least recently used first; and their bytes.
 
-        The last pages of a prompt first: without those before them they would not be found.
+        The last pages of a prompt first: without those before them they would not be found. Only pages that go before
+        one that was used at ``used`` and comes after ``depth`` others.
         """
-        found = []
-        for key, count in self._db.execute("SELECT hash, bytes FROM pages ORDER BY used, depth DESC"):
-            if size <= 0:
+        found, total = [], 0
+        query = "SELECT hash, bytes FROM pages WHERE used < ? OR (used = ? AND depth > ?) ORDER BY used, depth DESC"
+        for key, count in self._db.execute(query, (used, used, depth)):
+            if total >= size:
                 break
-            size -= count
+            total += count
             found.append(key)
-        return found
+        return found, total
 
     def hashes(self) -> set[bytes]:
         """All pages."""

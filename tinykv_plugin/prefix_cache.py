@@ -99,9 +99,8 @@ class PrefixCache:
         """Have everything that is stored on disk too, if there is a folder for it."""
         if self._disk is not None and not self._session.closed:
             with self._session.lock:
-                for node in self.index.tree.oldest_first():
-                    self._disk.save(node, wait=True)
-            self._disk.flush()
+                self._disk.flush(list(self.index.tree.newest_first()))
+            self._disk.store.flush()
 
     def close(self) -> None:
         """Flush and drop everything."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -93,11 +94,15 @@ class PrefixDisk:
         row.version += 1
         mx.eval([layer.state() for pool in pools for layer in pool.layers.values()])
         self.stored_tokens = cut.tokens - first * session.page_size
-        self.store.touch([node.hash for node in cut.nodes])
+        self.store.touch(dict.fromkeys((node.hash for node in cut.nodes), time.time()))
         return Cut(cut.tokens, cut.nodes, cut.floors, states, cut.reason)
 
     def save(self, node: PrefixNode, wait: bool = False) -> None:
-        """Write a full page in the background; partial ones are not worth a file."""
+        """Write a full page in the background; partial ones are not worth a file.
+
+        With ``wait`` only if the page before it is there too. What gives way in memory goes end first, and the rest is
+        still to come.
+        """
         if node.count < self._session.page_size:
             return
         depth, parent = 0, node.parent
@@ -105,11 +110,16 @@ class PrefixDisk:
             depth, parent = depth + 1, parent.parent
         states = None if node.state is None else [node.state[index] for index in self._session.stateful]
         groups = [page >= 0 for page in node.pages]
-        self.store.save(node.hash, node.tokens, depth, groups, lambda: self._read(node), states, wait)
+        before = node.parent.hash if wait and node.parent is not None and node.parent.parent is not None else None
+        read = lambda: self._read(node)  # noqa: E731
+        self.store.save(node.hash, node.tokens, depth, groups, read, states, node.used, wait, before)
 
-    def flush(self) -> None:
-        """Wait until everything is written."""
-        self.store.flush()
+    def flush(self, nodes: Sequence[PrefixNode]) -> None:
+        """Write all of these, the first ones first should there be no room for all."""
+        # What is there already, and was used since, is not to give way to the others.
+        self.store.touch({node.hash: node.used for node in nodes}, wait=True)
+        for node in nodes:
+            self.save(node, wait=True)
 
     def close(self) -> None:
         """Write what waits, and let go of the folder."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import logging
 import os
 import queue
 import secrets
+import shutil
 import sqlite3
 import threading
 import time
@@ -27,6 +29,8 @@ log = logging.getLogger("tinykv")
 # Pages that may wait to be written: further ones are not written, so that generation never waits for the disk.
 MAX_WAITING = 64
 CHECKSUM_BYTES = 16
+# With less room left, a file that can't be written can't be for want of room.
+FULL_BYTES = 64 << 20
 # A file without an entry that is older than this was left by a process that was killed.
 ORPHAN_SECONDS = 3600.0
 
@@ -97,16 +101,17 @@ class PrefixStore:
         groups: Sequence[bool],
         arrays: Callable[[], Mapping[str, mx.array]],
         states: Sequence[Any] | None,
+        used: float,
         wait: bool = False,
+        parent: bytes | None = None,
     ) -> None:
         """Write a page in the background, unless it is there or, without ``wait``, too many wait.
 
-        ``arrays()`` makes what it consists of; ``depth`` is how many pages come before.
+        ``arrays()`` makes what it consists of; ``depth`` is how many pages come before, ``used`` when it was used last.
+        With ``parent``, the hash of the page before it, only if that one is stored: it would not be found without.
         """
         known = self.find(key, tokens)
         if known is not None and known.has_all(groups, states is not None):
-            if wait:  # in the order of use, like those that are written
-                self._submit(lambda index: index.touch([key]), wait)
             return
         if not wait and self._jobs.full():
             self.skipped += 1
@@ -115,12 +120,16 @@ class PrefixStore:
         mx.eval(made)
         if states is not None:
             mx.eval([leaf.state for leaf in states])
-        job = lambda index: self._save(index, key, tokens, depth, bytes(groups), made, states)  # noqa: E731
+
+        def job(index: PageIndex) -> None:
+            if parent is None or index.has(parent):
+                self._save(index, key, tokens, depth, bytes(groups), made, states, used)
+
         self._submit(job, wait)
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Note that these pages were used."""
-        self._submit(lambda index: index.touch(keys))
+    def touch(self, used: Mapping[bytes, float], wait: bool = False) -> None:
+        """Note when these pages were used, unless, without ``wait``, too much waits to be written."""
+        self._submit(lambda index: index.touch(used), wait)
 
     def flush(self) -> None:
         """Wait until everything is written."""
@@ -172,35 +181,56 @@ class PrefixStore:
         groups: bytes,
         arrays: dict[str, mx.array],
         states: Sequence[Any] | None,
+        used: float,
     ) -> None:
         known = index.find(key, tokens)  # by now: another process, or a job before this one, may have had it
         if known is not None and known.has_all(groups, states is not None):
             return
+        needed = sum(item.nbytes for item in arrays.values()) + sum(leaf.nbytes for leaf in states or ())
+        over = index.total() + needed - self._limit
+        if over > 0 and index.least_used(over, used, depth)[1] < over:
+            return  # it would be the first to go
         path, state_path = self._path(key), self._state_path(key)
         path.parent.mkdir(exist_ok=True)
-        size = self._place(path, lambda temporary: mx.save_safetensors(temporary, arrays))
+
+        def write_state(temporary: str) -> None:
+            mlx_cache.save_prompt_cache(temporary, list(states or ()))
+
+        def make_room() -> bool:
+            """On a full disk, what was used less recently gives way, as at the limit."""
+            keys, size = index.least_used(2 * needed, used, depth)
+            self._forget(index, [each for each in keys if each != key])
+            return size >= needed
+
+        size = self._place(path, lambda temporary: mx.save_safetensors(temporary, arrays), make_room)
         checksum = _checksum(path.read_bytes())
         if states is not None:
-            write = lambda temporary: mlx_cache.save_prompt_cache(temporary, list(states))  # noqa: E731
-            size += self._place(state_path, write)
+            size += self._place(state_path, write_state, make_room)
             checksum += _checksum(state_path.read_bytes())
         elif known is not None and known.state is not None:
             size += state_path.stat().st_size
             checksum += known.checksum[CHECKSUM_BYTES:]
-        index.put(key, tokens, depth, groups, len(checksum) > CHECKSUM_BYTES, size, checksum)
+        index.put(key, tokens, depth, groups, len(checksum) > CHECKSUM_BYTES, size, checksum, used)
         over = index.total() - self._limit
         if over > 0:
-            self._forget(index, index.least_used(over))
+            self._forget(index, index.least_used(over)[0])
 
-    def _place(self, path: Path, write: Callable[[str], object]) -> int:
-        """Have ``write`` fill a file that appears at ``path`` whole or not at all; returns its size."""
-        temporary = path.with_name(f".{secrets.token_hex(8)}.safetensors")
+    def _place(self, path: Path, write: Callable[[str], object], make_room: Callable[[], bool]) -> int:
+        """Have ``write`` fill a file that appears at ``path`` whole or not at all; returns its size.
+
+        If the disk is full it is tried once more if there is ``make_room()``.
+        """
         try:
-            write(os.fspath(temporary))
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        return path.stat().st_size
+            return _write_whole(path, write)
+        except (OSError, RuntimeError) as error:  # mlx has no other for a disk that is full
+            if not self._is_full(error) or not make_room():
+                raise
+        return _write_whole(path, write)
+
+    def _is_full(self, error: Exception) -> bool:
+        if isinstance(error, OSError):
+            return error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return shutil.disk_usage(self._folder).free < FULL_BYTES
 
     def _forget(self, index: PageIndex, keys: Sequence[bytes]) -> None:
         index.forget(keys)
@@ -230,6 +260,16 @@ class PrefixStore:
     def _state_path(self, key: bytes) -> Path:
         name = key.hex()
         return self._folder / name[:2] / f"{name}.state.safetensors"
+
+
+def _write_whole(path: Path, write: Callable[[str], object]) -> int:
+    temporary = path.with_name(f".{secrets.token_hex(8)}.safetensors")
+    try:
+        write(os.fspath(temporary))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path.stat().st_size
 
 
 def _checksum(data: bytes) -> bytes:

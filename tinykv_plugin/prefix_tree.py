@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,11 +31,12 @@ class PrefixNode:
 
     ``tokens`` are its own as bytes, fewer than a page holds only at the end of a prompt. ``pages`` has its page id in
     each cache group, -1 where a window had dropped it. ``state`` is what layers that have no pages held after exactly
-    these tokens (None: not kept), ``state_bytes`` its size. A root stands for one model and format: its ``hash`` salts
+    these tokens (None: not kept), ``state_bytes`` its size; ``used`` is when
+    it was used last (seconds, as ``time.time``). A root stands for one model and format: its ``hash`` salts
     those of all pages below.
     """
 
-    __slots__ = ("children", "hash", "pages", "parent", "state", "state_bytes", "tokens")
+    __slots__ = ("children", "hash", "pages", "parent", "state", "state_bytes", "tokens", "used")
 
     def __init__(self, parent: PrefixNode | None, tokens: bytes, pages: list[int], salt: bytes = b"") -> None:
         self.parent = parent
@@ -43,6 +45,7 @@ class PrefixNode:
         self.children: dict[bytes, PrefixNode] = {}
         self.state: Any = None
         self.state_bytes = 0
+        self.used = time.time()
         self.hash: bytes = salt if parent is None else page_hash(parent.hash, tokens)
 
     @property
@@ -84,6 +87,10 @@ class PrefixTree:
     def oldest_first(self) -> Iterator[PrefixNode]:
         """All nodes, the least recently used first; not to be changed meanwhile."""
         return iter(self._order)
+
+    def newest_first(self) -> Iterator[PrefixNode]:
+        """All nodes, the most recently used first and so ancestors before their descendants."""
+        return reversed(self._order)
 
     def root(self, salt: bytes) -> PrefixNode:
         """The root of all prompts with ``salt``."""
@@ -127,10 +134,11 @@ class PrefixTree:
 
     def touch(self, node: PrefixNode) -> None:
         """Note that a node, and with it its ancestors, is used."""
-        order = self._order
+        order, now = self._order, time.time()
         while node.parent is not None:
             order[node] = None
             order.move_to_end(node)
+            node.used = now
             node = node.parent
 
     def remove(self, node: PrefixNode) -> None:

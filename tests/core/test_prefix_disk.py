@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
 import signal
 import sqlite3
@@ -66,7 +67,7 @@ def test_what_gave_way_comes_back(tmp_path: Path) -> None:
     prompts = [models.prompt(24, seed) for seed in range(6)]
     for tokens in prompts:
         store(kv, tokens)
-    kv.prefix_cache._disk.flush()
+    kv.prefix_cache._disk.store.flush()
     assert kv.stats().evictions > 20
     for tokens in prompts:
         cache, rest = kv.prefix_cache.fetch([*tokens, 1])
@@ -124,7 +125,7 @@ def test_a_damaged_file_is_not_used(tmp_path: Path, damage: str, caplog: pytest.
     kv = attached(tmp_path)
     assert assert_as_cold(kv, [*tokens, 1]) == 0
     assert ("checksum" in caplog.text) == (damage != "gone")
-    kv.prefix_cache._disk.flush()
+    kv.prefix_cache._disk.store.flush()
     assert len(files(tmp_path)) < 6
     # And it can be stored again.
     store(kv, tokens)
@@ -177,7 +178,7 @@ while True:
     tokens = token_bytes([rng.randrange(50)] * 4)
     array = mx.full((1, 1, 4, 64), float(tokens[0]))
     key = page_hash(b"salt", tokens)
-    store.save(key, tokens, 0, [True], lambda: {"0.keys": array, "0.values": array}, None, wait=True)
+    store.save(key, tokens, 0, [True], lambda: {"0.keys": array, "0.values": array}, None, time.time(), wait=True)
     found = store.find(key, tokens)
     if found is not None:
         store.load(found)
@@ -225,7 +226,7 @@ def test_a_folder_that_goes_away_costs_no_answer(tmp_path: Path, caplog: pytest.
     for seed in range(1, 4):
         store(kv, models.prompt(24, seed))
         assert assert_as_cold(kv, [*models.prompt(20, seed), 1]) == 20
-    kv.prefix_cache._disk.flush()
+    kv.prefix_cache._disk.store.flush()
     assert "was not stored" in caplog.text
 
 
@@ -335,7 +336,7 @@ def test_a_page_is_not_written_again_with_less(tmp_path: Path) -> None:
     store._submit(lambda index: release.wait())
     for groups, states in (([True, False], [state]), ([True, True], None)):
         arrays = {"0.keys": mx.ones((1, 1, 4, 8)), "0.values": mx.ones((1, 1, 4, 8))}
-        store.save(key, tokens, 0, groups, lambda arrays=arrays: arrays, states)
+        store.save(key, tokens, 0, groups, lambda arrays=arrays: arrays, states, time.time())
     release.set()
     store.flush()
     found = store.find(key, tokens)
@@ -343,3 +344,76 @@ def test_a_page_is_not_written_again_with_less(tmp_path: Path) -> None:
     assert found.has_all([True, True], True)
     assert store.load_state(found)[0][0].sum().item() == 4
     store.close()
+
+
+@pytest.fixture(params=[OSError(errno.ENOSPC, "No space left on device"), RuntimeError("[write] Unable to write 9")])
+def full_disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Page files that fit on the disk of ``tmp_path``, one number in a list."""
+    room, write = [0], mx.save_safetensors
+
+    def save(path: str, arrays: Any, *args: Any) -> None:
+        if len(files(tmp_path)) >= room[0]:
+            Path(path).write_bytes(b"the beginning")
+            raise request.param
+        write(path, arrays, *args)
+
+    monkeypatch.setattr(prefix_store.mx, "save_safetensors", save)
+    usage = prefix_store.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(prefix_store.shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
+    return room
+
+
+def test_a_full_disk_has_the_beginnings(tmp_path: Path, full_disk: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    full_disk[0] = 6
+    tokens = models.prompt(40)
+    with attached(tmp_path) as kv:
+        store(kv, tokens)
+    assert caplog.text.count("was not stored") == 1
+    assert len(files(tmp_path)) == 6
+    with attached(tmp_path) as kv:
+        assert assert_as_cold(kv, [*tokens, 1]) == 24
+
+
+def test_on_a_full_disk_the_oldest_give_way(tmp_path: Path, full_disk: list[int]) -> None:
+    full_disk[0] = 6
+    old, new, newest = (models.prompt(16, seed) for seed in range(3))
+    for tokens in (old, new):
+        with attached(tmp_path) as kv:
+            store(kv, tokens)
+    with attached(tmp_path) as kv:
+        assert [kv.prefix_cache.matched([*tokens, 1]) for tokens in (old, new)] == [8, 16]
+        for tokens in (newest, old):
+            store(kv, tokens)
+        assert assert_as_cold(kv, [*newest, 1]) == 16  # used last
+    with attached(tmp_path) as kv:
+        assert [kv.prefix_cache.matched([*tokens, 1]) for tokens in (newest, old, new)] == [16, 8, 0]
+
+
+def test_requests_go_on_with_a_full_disk(tmp_path: Path, full_disk: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    with attached(tmp_path, max_pages=20) as kv:
+        for seed in range(5):
+            store(kv, models.prompt(24, seed))
+            assert assert_as_cold(kv, [*models.prompt(24, seed), 1]) == 24
+    assert full_disk == [0]
+    assert caplog.text.count("was not stored") == 1
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", [FULL, HYBRID])
+def test_writing_old_prompts_displaces_no_newer_ones(tmp_path: Path, kind: str) -> None:
+    """What is in memory when a model is detached may be older than what another process has stored."""
+    old, new = models.prompt(40), models.prompt(40, 1)
+    with attached(tmp_path / "size", kind) as kv:
+        store(kv, new)
+    limit = sum(path.stat().st_size for path in files(tmp_path / "size")) + 100
+    first = attached(tmp_path / "pages", kind, prefix_disk=limit)
+    store(first, old)
+    # Weights of its own, which are equal: a model can be attached to once.
+    second = tinykv.attach(models.make(kind), page_size=4, memory="4MiB", prefix_dir=str(tmp_path / "pages"))
+    store(second, new)
+    second.detach()
+    first.detach()
+    assert sum(path.stat().st_size for path in files(tmp_path / "pages")) <= limit
+    with attached(tmp_path / "pages", kind) as kv:
+        assert kv.prefix_cache.matched([*new, 1]) == 40
+        assert kv.prefix_cache.matched([*old, 1]) == 0
