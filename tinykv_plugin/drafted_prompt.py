@@ -73,7 +73,7 @@ class DraftedPrompt(list[Any]):
         parts = [PromptPart(p.prefix, p.caches, known, min(p.count, len(known))) for p in self.parts]
         return DraftedPrompt(parts, known)
 
-    def insert(self, tokens: Sequence[int]) -> int:
+    def keep(self, tokens: Sequence[int]) -> int:
         """Store the caches, which hold the first of ``tokens``; returns how many the model's do."""
         stored = [part.prefix.insert(tokens[: part.count], part.caches) for part in self.parts]
         return stored[0]

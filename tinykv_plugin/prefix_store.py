@@ -186,7 +186,7 @@ class PrefixStore:
         known = index.find(key, tokens)  # by now: another process, or a job before this one, may have had it
         if known is not None and known.has_all(groups, states is not None):
             return
-        needed = sum(item.nbytes for item in arrays.values()) + sum(leaf.nbytes for leaf in states or ())
+        needed: int = sum(item.nbytes for item in arrays.values()) + sum(leaf.nbytes for leaf in states or ())
         over = index.total() + needed - self._limit
         if over > 0 and index.least_used(over, used, depth)[1] < over:
             return  # it would be the first to go

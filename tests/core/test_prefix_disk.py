@@ -389,7 +389,9 @@ def test_on_a_full_disk_the_oldest_give_way(tmp_path: Path, full_disk: list[int]
         assert [kv.prefix_cache.matched([*tokens, 1]) for tokens in (newest, old, new)] == [16, 8, 0]
 
 
-def test_requests_go_on_with_a_full_disk(tmp_path: Path, full_disk: list[int], caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_go_on_with_a_full_disk(
+    tmp_path: Path, full_disk: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
     with attached(tmp_path, max_pages=20) as kv:
         for seed in range(5):
             store(kv, models.prompt(24, seed))

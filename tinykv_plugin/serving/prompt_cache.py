@@ -80,7 +80,7 @@ class PagedPromptCache(LRUPromptCache):  # type: ignore[misc]
             return
         with self._lock:
             if isinstance(prompt_cache, DraftedPrompt):
-                prompt_cache.insert(tokens)
+                prompt_cache.keep(tokens)
             else:
                 for prefix, part in zip(self._prefixes, self._parts(prompt_cache), strict=True):
                     prefix.insert(tokens, part)
