@@ -284,19 +284,20 @@ def test_time_is_estimated_from_what_was_measured() -> None:
     def needed(*requests: Request, ways: tuple[str, ...]) -> float | None:
         return estimate(found, requests, ways)
 
-    long = Request([1] * 200, 20)
+    long = Request([1] * 2048, 20)
     assert needed(long, ways=("stock",)) is None
-    found["single"] = [row("stock", 10, 1.0), row("stock", 100, 10.0), row("cpu", 100, 5.0)]
-    assert needed(long, ways=("stock",)) == pytest.approx(10 * 4 + 2)  # attention: the square
-    assert needed(long, ways=("stock", "cpu")) == pytest.approx(40 + 2 + 5 * 4 + 2)
-    short = Request([1] * 10, 20)
+    found["single"] = [row("stock", 512, 1.0), row("stock", 1024, 10.0), row("cpu", 1024, 5.0)]
+    # Attention goes with the square: 2,048 tokens are three times the work of 1,024, and these 8/3 of 512.
+    assert needed(long, ways=("stock",)) == pytest.approx(10 * 3 + 2)
+    assert needed(long, ways=("stock", "cpu")) == pytest.approx(30 + 2 + 5 * 3 + 2)
+    short = Request([1] * 512, 20)
     assert needed(short, ways=("stock",)) == pytest.approx(1 + 2)
     # Stock pads what arrives together; pages don't.
-    assert needed(long, short, ways=("stock",)) == pytest.approx(2 * 40 + 4)
-    assert needed(long, short, ways=("cpu",)) == pytest.approx(20 + 0.5 + 4)
-    assert needed(long, Request([1] * 10, 20, after=2), ways=("stock",)) == pytest.approx(40 + 1 + 4)
+    assert needed(long, short, ways=("stock",)) == pytest.approx(2 * 30 + 4)
+    assert needed(long, short, ways=("cpu",)) == pytest.approx(15 + 5 * 3 / 8 + 4)
+    assert needed(long, Request([1] * 512, 20, after=2), ways=("stock",)) == pytest.approx(30 + 1 + 4)
     # A stored start is computed once.
-    shared = [Request([1] * 10, 20, prefix=[2] * 100) for _ in range(3)]
+    shared = [Request([1] * 512, 20, prefix=[2] * 1024) for _ in range(3)]
     assert needed(*shared, ways=("stock",)) == pytest.approx(10 + 3 + 6)
     # A batch answers faster than one request.
     found["batch"] = [{"way": "stock", "tokens_per_s": 40.0}]

@@ -10,6 +10,9 @@ from .ways import STOCK
 
 Row = dict[str, Any]
 
+ATTENTION_TOKENS = 1024
+"""From how many tokens on attention is most of the work. That of larger models is higher, so the estimate is safe."""
+
 
 def estimate(results: dict[str, Any], requests: Sequence[Request], ways: Sequence[str]) -> float | None:
     """Seconds to answer ``requests`` in all of ``ways``, rather more than less; None before anything is measured.
@@ -33,7 +36,12 @@ def estimate(results: dict[str, Any], requests: Sequence[Request], ways: Sequenc
 
 
 def _first_token(single: Sequence[Row], length: int) -> float:
-    """By the nearest length: in proportion below it, with the square of the ratio (attention) above."""
+    """By the nearest length that was measured."""
     nearest = min(single, key=lambda row: abs(row["prompt"] - length))
-    ratio: float = length / nearest["prompt"]
-    return float(nearest["first_token_s"]) * max(ratio, ratio**2)
+    ratio: float = _work(length) / _work(nearest["prompt"])
+    return float(nearest["first_token_s"]) * ratio
+
+
+def _work(length: int) -> float:
+    """A prompt's, in tokens: attention, which goes with the square, equals the rest at :data:`ATTENTION_TOKENS`."""
+    return length * (1 + length / ATTENTION_TOKENS)
