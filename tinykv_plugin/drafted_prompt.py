@@ -67,13 +67,11 @@ class DraftedPrompt(list[Any]):
             parts.append(PromptPart(prefix, caches, list(tokens), count))
         return cls(parts, list(tokens)), parts[0].count
 
-    def continued(self, tokens: Sequence[int]) -> DraftedPrompt:
-        """The same caches in the next turn: ``tokens`` come after those that the model holds."""
-        known = [*self.tokens[: self.parts[0].count], *tokens]
-        parts = [PromptPart(p.prefix, p.caches, known, min(p.count, len(known))) for p in self.parts]
-        return DraftedPrompt(parts, known)
+    def continued(self, tokens: list[int]) -> DraftedPrompt:
+        """The same caches in the next turn, whose whole prompt is ``tokens``: what the model holds, and more."""
+        return DraftedPrompt([PromptPart(part.prefix, part.caches, tokens, part.count) for part in self.parts], tokens)
 
-    def keep(self, tokens: Sequence[int]) -> int:
-        """Store the caches, which hold the first of ``tokens``; returns how many the model's do."""
-        stored = [part.prefix.insert(tokens[: part.count], part.caches) for part in self.parts]
-        return stored[0]
+    def keep(self, tokens: Sequence[int]) -> None:
+        """Store the caches, which hold the first of ``tokens``."""
+        for part in self.parts:
+            part.prefix.insert(tokens[: part.count], part.caches)

@@ -230,7 +230,7 @@ class PrefixStore:
     def _is_full(self, error: Exception) -> bool:
         if isinstance(error, OSError):
             return error.errno in (errno.ENOSPC, errno.EDQUOT)
-        return shutil.disk_usage(self._folder).free < FULL_BYTES
+        return bool(shutil.disk_usage(self._folder).free < FULL_BYTES)
 
     def _forget(self, index: PageIndex, keys: Sequence[bytes]) -> None:
         index.forget(keys)

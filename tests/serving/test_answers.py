@@ -197,3 +197,35 @@ def test_other_paths_are_stocks(serve: Serve, stock: Stock) -> None:
     assert ours.get("/health") == theirs.get("/health") == '{"status": "ok"}'
     with pytest.raises(Exception, match="404"):
         ours.get("/no/such/path")
+
+
+@pytest.mark.parametrize(
+    ("kind", "draft", "settings"),
+    [
+        ("llama", "gemma3_text", {}),
+        ("gemma3_text", "llama", {}),
+        ("qwen3_next", "llama", {}),
+        ("llama", "llama", {"max_kv_size": 48}),
+    ],
+)
+def test_a_chat_with_a_draft_model_runs_only_what_is_new(
+    serve: Serve, model_dir: Callable[..., Path], kind: str, draft: str, settings: dict[str, int]
+) -> None:
+    """The first turn again, and a turn that continues it: the answers are the model's own without stored prompts."""
+    first = [{"role": "user", "content": words(40)}]
+    alone = serve(kind, **settings, prefix_cache=0)
+    server = serve(kind, draft_model=str(model_dir(draft, num_hidden_layers=2, seed=5)), **settings)
+
+    def ask(messages: list[dict[str, str]], most: int) -> str:
+        answer, expected = (each.chat(messages, max_tokens=12) for each in (server, alone))
+        text: str = answer.choices[0].message.content
+        assert text == expected.choices[0].message.content
+        usage = answer.usage
+        assert usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens <= most
+        return text
+
+    ask(first, 100)
+    text = ask(first, 4)
+    # Its answer is stored but for its last token, which was not run; a page's tokens at most are run again.
+    ask([*first, {"role": "assistant", "content": text}, {"role": "user", "content": words(5, 3)}], 5 + 4 + 4)
+    assert server.metric("tinykv_prompt_tokens_total", source="reused") >= 40 + 50

@@ -91,9 +91,9 @@ class _StoredSteps:
                 if known.size:
                     changed["logits_processors"] = _with_known(known, options.get("logits_processors"))
         elif cache is self._cache:
-            if isinstance(self._used, DraftedPrompt):
-                used = self._used.continued(tokens)
             tokens = self._tokens + tokens
+            if isinstance(self._used, DraftedPrompt):
+                used = self._used.continued(list(tokens))
         else:
             yield from start(prompt, prompt_cache=cache)
             return
