@@ -59,6 +59,13 @@ def test_a_model_with_windows(tinykv: Call, window_model_dir: Path) -> None:
     assert found["such a chat in mlx-lm's own caches"] == ["3.05 MiB"]
 
 
+def test_the_budget_is_that_of_the_mac_in_question(tinykv: Call, tiny_model_dir: Path) -> None:
+    """Half of the three quarters that a model may use of 36 GiB; or what is asked for."""
+    mac = ("inspect", str(tiny_model_dir), "--memory", "36GiB")
+    assert rows(tinykv(*mac).out)["the budget"] == ["13.5 GiB"]
+    assert rows(tinykv(*mac, "--kv-memory", "2GiB").out)["the budget"] == ["2.00 GiB"]
+
+
 def test_a_limit_of_pages_counts(tinykv: Call, tiny_model_dir: Path) -> None:
     found = rows(tinykv("inspect", str(tiny_model_dir), "--kv-page-size", "16", "--kv-max-pages", "600").out)
     assert found["longest request"] == ["9,600 tokens"]

@@ -36,6 +36,9 @@ def inspect(argv: Sequence[str]) -> int:
     fields, rest = take_kv_flags(argv)
     options = _parser().parse_args(rest)
     config = KVCacheConfig(**fields)
+    if options.memory is not None:  # the budget is that of the Mac in question
+        budget = config.memory_bytes(Machine.mac(options.memory).usable)
+        config = KVCacheConfig(**{**config.model_dump(), "memory": budget})
     with log_to_stderr(verbose=config.verbose):
         check_plugins(config)
         from ..attachment import attach
