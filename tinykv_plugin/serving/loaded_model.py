@@ -54,16 +54,16 @@ class LoadedModel:
             self.provider.load_default()
             self._look()
         except Exception:
-            self.failed = True
             log.exception("the model could not be loaded; requests that need it will fail")
+            self.failed = True
             return
         provider = self.provider
         if self.sessions and provider.draft_model is not None:
             try:
                 require_drafts(provider.model, provider.draft_model, provider.cli_args.num_draft_tokens)
             except (ConfigError, DraftError) as error:
-                self.failed = True
                 log.error("%s; requests that need it will be refused", error)
+                self.failed = True  # whoever sees it finds the reason in the log
 
     def load(self, names: Any) -> None:
         """Load what a request names, in place of what was loaded. Raises whatever goes wrong."""
