@@ -77,7 +77,8 @@ def drafting(own_loop: Loop, is_paged: Callable[[Any], bool]) -> Loop:
                 with contextlib.suppress(TinyKVError):  # there is no room: it is run when it is needed
                     rewinding[1].catch_up(draft_model, rewinding[0])
                 # What a last pass wrote that nobody looked at would be lost with this thread.
-                mx.eval([part.state for part in rewinding])
+                for part in rewinding:
+                    part.finish()
 
     setattr(speculative_generate_step, HANDLES_PAGES, True)
     return speculative_generate_step

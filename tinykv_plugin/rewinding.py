@@ -99,6 +99,11 @@ class RewindingCache:
         if self._prompt is not None and self._prompt.count >= self._before:
             self._prompt.count = self._before + self._position
 
+    def finish(self) -> None:
+        """Evaluate what the last pass wrote and read, logits that nobody looked at included."""
+        layers = [leaf._layer.pages for leaf in self._kv if isinstance(leaf, PagedKVCache)]
+        mx.eval(self.state, [pages.last_read for pages in layers if pages is not None])
+
     def catch_up(self, model: Any, other: RewindingCache) -> None:
         """Run the tokens that ``other``'s last pass has run and these caches lack. Both have settled."""
         start, stop = (position - other._last_start for position in (self._position, other._position))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -135,3 +136,23 @@ def test_both_models_run_only_what_is_new(kind: str, draft_kind: str, settings: 
         del cache
         kv.check()
         draft_kv.check()
+
+
+@pytest.mark.parametrize("kind", [FULL, HYBRID])
+def test_a_thread_that_ends_leaves_nothing_unfinished(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As when a server stops: what was stored is still there for another thread."""
+    model, draft = shared(kind, **fields(kind)), similar(FULL)
+    first = prompt(41)
+    with tinykv.attach(model, page_size=PAGE) as kv, tinykv.attach(draft, page_size=PAGE, budget_of=kv) as draft_kv:
+        store = PagedPromptCache()
+        store.use([kv.prefix_cache, draft_kv.prefix_cache], None)
+        served = threading.Thread(target=answer, args=(model, draft, store, first, 30, 17))
+        served.start()
+        served.join()
+        found, rest = store.fetch_nearest_cache(None, first)
+        assert found is not None
+        assert len(rest) <= PAGE
+        del found
+        kv.check()
+        draft_kv.check()
+    assert "a thread ended" not in caplog.text
