@@ -133,14 +133,19 @@ NONSENSE: list[tuple[int, str, object]] = [
     (400, "/v1/completions", {"prompt": ""}),
     (400, "/v1/completions", {"prompt": "w1", "logit_bias": {"5000": 1}}),
     (400, "/v1/completions", {"prompt": "w1", "logit_bias": {"5000": 1}, "seed": 1}),
-    (500, "/v1/completions", {"prompt": "w1", "stop": 5}),
-    (500, "/v1/completions", {"prompt": "w1", "stop": [None]}),
+    (400, "/v1/completions", {"prompt": ["w1", "w2"]}),
+    (400, "/v1/completions", {"prompt": ["w1"]}),
+    (400, "/v1/completions", {"prompt": "w1", "stop": 5}),
+    (400, "/v1/completions", {"prompt": "w1", "stop": [None]}),
+    (400, "/v1/completions", {"prompt": "w1", "stop": {"w2": 1}}),
+    (400, "/v1/completions", {"prompt": "w1", "seed": -1}),
+    (400, "/v1/completions", {"prompt": "w1", "seed": 2**64}),
     (500, "/v1/completions", {"prompt": "w1", "model": "/no/such/folder"}),
     (400, "/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "song"}]}]}),
     (400, "/v1/chat/completions", {"messages": []}),
     (400, "/v1/chat/completions", {"messages": ["w1"]}),
     (400, "/v1/chat/completions", {"messages": [{"role": "user", "content": "w1"}], "chat_template_kwargs": 3}),
-    (500, "/v1/completions", b"\xff\xfe"),
+    (400, "/v1/completions", b"\xff\xfe"),
     (400, "/v1/completions", b"[1"),
 ]
 
@@ -166,6 +171,24 @@ def test_what_is_wrong_with_a_prompt_is_said(serve: Serve) -> None:
     assert answer["error"]["message"] == "the prompt is empty: it has to have a token at least"
     _, answer = post(server, {"prompt": "w1", "logit_bias": {"5000": 1}})
     assert answer["error"]["message"] == "logit_bias: the model has 97 tokens, not 5000"
+    _, answer = post(server, {"prompt": ["w1", "w2"]})
+    assert answer["error"]["message"] == "the prompt has to be one text, not list"
+    _, answer = post(server, {"prompt": "w1", "seed": -1})
+    assert answer["error"]["message"] == "seed: it has to be from 0 to 18446744073709551615, not -1"
+    _, answer = post(server, {"prompt": "w1", "stop": [5]})
+    assert answer["error"]["message"] == "stop: it has to be a text or a list of texts, not [5]"
+    _, answer = post(server, b"\xff")
+    assert answer["error"]["message"].startswith("the request is not UTF-8: ")
+
+
+def test_a_negative_length_is_refused_at_once(serve: Serve) -> None:
+    # Read as "until the client goes", it would keep a thread, and a connection, for as long as that.
+    server = serve()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.0\r\nContent-Length: -1\r\n\r\n{")
+        answer = connection.recv(65536)
+    assert answer.split()[1] == b"400"
+    assert b"Content-Length: it can't be negative" in answer
 
 
 def test_without_a_model_requests_say_why(serve: Serve, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from mlx_lm.server import APIHandler
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from .client import Client, RequestFailed
-from .failures import failure_of
+from .failures import InvalidRequestError, failure_of
 from .live_page import live_page
 from .response_generator import PagedResponseGenerator
 
@@ -35,7 +35,18 @@ class PagedAPIHandler(APIHandler):  # type: ignore[misc]
 
     def do_POST(self) -> None:  # noqa: N802 - the base class's name
         """Answer a request for a completion."""
-        self._answer(super().do_POST)
+        theirs: Any = super().do_POST
+
+        def answer() -> None:
+            if self.headers.get("Content-Length", "").strip().startswith("-"):
+                # mlx-lm would read until the client goes.
+                raise RequestFailed(InvalidRequestError("Content-Length: it can't be negative"), started=False)
+            try:
+                theirs()
+            except UnicodeDecodeError as error:
+                raise RequestFailed(InvalidRequestError(f"the request is not UTF-8: {error}"), started=False) from None
+
+        self._answer(answer)
 
     def do_GET(self) -> None:  # noqa: N802
         """Answer a question about the server."""

@@ -7,6 +7,10 @@ from typing import Any
 
 from mlx_lm import server as mlx_server
 
+from .failures import InvalidRequestError
+
+SEEDS = 2**64  # mlx's are unsigned
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -23,6 +27,19 @@ class Prompt:
     logits_processors: list[Any]
     stop_sequences: Any
     context: Any
+
+
+def require_usable(args: Any, vocabulary: int) -> None:
+    """Raise InvalidRequestError if a request's arguments have values that mlx-lm lets in but fails with later."""
+    for token in args.logits.logit_bias or ():
+        # mlx doesn't check indices: it would read and write somewhere else.
+        if not 0 <= token < vocabulary:
+            raise InvalidRequestError(f"logit_bias: the model has {vocabulary} tokens, not {token}")
+    if args.seed is not None and not 0 <= args.seed < SEEDS:
+        raise InvalidRequestError(f"seed: it has to be from 0 to {SEEDS - 1}, not {args.seed}")
+    stop = args.stop_words
+    if not (isinstance(stop, list) and all(isinstance(word, str) for word in stop)):
+        raise InvalidRequestError(f"stop: it has to be a text or a list of texts, not {stop!r:.80}")
 
 
 def make_prompt(generator: Any, request: Any, args: Any) -> Prompt:

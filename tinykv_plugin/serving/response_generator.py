@@ -17,7 +17,7 @@ from .line import WaitingLine
 from .live import LiveView
 from .loaded_model import LoadedModel
 from .metrics import ServerMetrics, ServerState
-from .prompt import make_prompt
+from .prompt import make_prompt, require_usable
 from .prompt_cache import UNLIMITED, PagedPromptCache
 from .ticket import Ticket
 
@@ -183,10 +183,7 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
         if not self._model.paged:
             self._line.give_back(ticket)
             return
-        for token in args.logits.logit_bias or ():
-            # mlx doesn't check indices: it would read and write somewhere else.
-            if not 0 <= token < self._model.vocabulary:
-                raise InvalidRequestError(f"logit_bias: the model has {self._model.vocabulary} tokens, not {token}")
+        require_usable(args, self._model.vocabulary)
         if self._is_batched(request, args):
             self._add_to_batch(ticket, request, args)
         else:
@@ -225,6 +222,9 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
             tokenized = super()._tokenize(tokenizer, request, args)
         except Exception as error:
             raise InvalidRequestError(f"the prompt can't be tokenized: {type(error).__name__}: {error}") from None
+        if request.request_type == "text" and not isinstance(request.prompt, str):
+            # Tokenizers take some lists, for something else than one text.
+            raise InvalidRequestError(f"the prompt has to be one text, not {type(request.prompt).__name__}")
         if not tokenized[0]:
             raise InvalidRequestError("the prompt is empty: it has to have a token at least")
         if self._alone is not None:
