@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import random
+import itertools
 import statistics
 import tempfile
 import time
@@ -32,6 +32,7 @@ from rich.table import Table  # noqa: E402
 from running import model_folder, parse, parser_of, save  # noqa: E402
 
 import tinykv_plugin as tinykv  # noqa: E402
+from tinykv_plugin.bench.ways import random_prompt, vocabulary  # noqa: E402
 
 ANSWER, QUESTION = 12, 60
 KEY = ("model", None, None)
@@ -91,19 +92,20 @@ def answer_of(model: Any, rest: Sequence[int], cache: Any, start: float) -> tupl
 class Conversation:
     """What was asked and answered so far."""
 
-    def __init__(self, system: list[int], seed: int) -> None:
+    def __init__(self, system: list[int], seed: int, known: int) -> None:
         self.tokens = list(system)
-        self._rng = random.Random(seed)
+        self._seeds = itertools.count(1000 * seed)
+        self._known = known
 
     def ask(self) -> list[int]:
         """The prompt of the next turn."""
-        self.tokens += [self._rng.randrange(100, 40_000) for _ in range(QUESTION)]
+        self.tokens += random_prompt(QUESTION, next(self._seeds), self._known)
         return self.tokens
 
 
-def converse(serve: Serve, system: list[int], chats: int, turns: int) -> dict[str, Any]:
+def converse(serve: Serve, system: list[int], chats: int, turns: int, known: int) -> dict[str, Any]:
     """All turns of all chats. ``unique`` counts the prompts' tokens, those that several requests begin with once."""
-    conversations = [Conversation(system, seed) for seed in range(1, chats + 1)]
+    conversations = [Conversation(system, seed, known) for seed in range(1, chats + 1)]
     cold, hits, ran, answers = [], [], 0, []
     for _ in range(turns):
         for conversation in conversations:
@@ -130,19 +132,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments.chats, arguments.turns, arguments.system = 2, 2, 300
     folder = model_folder(arguments)
     model, _ = load(folder)
-    rng = random.Random(0)
-    system = [rng.randrange(100, 40_000) for _ in range(arguments.system)]
+    known = vocabulary(model)
+    system = random_prompt(arguments.system, 0, known)
     console = Console()
     console.print(f"model {folder}, BLAS {BLAS.name}")
     answer_of(model, [1, 2, 3], make_prompt_cache(model), 0.0)  # warm up
 
     store = LRUPromptCache(max_size=1000)
-    results = {"stock": converse(stock_server(model, store), system, arguments.chats, arguments.turns)}
+    results = {"stock": converse(stock_server(model, store), system, arguments.chats, arguments.turns, known)}
     results["stock"]["bytes"] = store.nbytes
     del store
     with tempfile.TemporaryDirectory() as folder:
         with tinykv.attach(model, prefix_dir=folder) as kv:
-            results["paged"] = converse(paged_server(model, kv), system, arguments.chats, arguments.turns)
+            results["paged"] = converse(paged_server(model, kv), system, arguments.chats, arguments.turns, known)
             results["paged"]["bytes"] = kv.prefix_cache.nbytes
             pages = -(-kv.prefix_cache.tokens // kv.config.page_size)
             results["paged"]["bytes of unique pages"] = pages * kv.groups[0].page_bytes
@@ -150,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             kv.prefix_cache.flush()
             results["paged"]["flush s"] = time.perf_counter() - start
         with tinykv.attach(model, prefix_dir=folder) as kv:
-            results["restart"] = converse(paged_server(model, kv), system, arguments.chats, 1)
+            results["restart"] = converse(paged_server(model, kv), system, arguments.chats, 1, known)
             results["restart"]["bytes"] = kv.prefix_cache.nbytes
     report(console, results, arguments)
     save(arguments, {"blas": BLAS.name, **results})
