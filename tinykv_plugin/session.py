@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
@@ -372,7 +373,10 @@ class PagedSession:
             return
         layers = [pages for pool in self.pools for pages in pool.layers.values()]
         try:
-            mx.eval([[*pages.state(), pages.last_read] for pages in layers])
+            mx.eval([pages.state() for pages in layers])
+            # Reads of a thread that has ended, as of a prompt's chunk whose logits nobody wanted, change nothing.
+            with contextlib.nullcontext() if self._runner.is_alive() else contextlib.suppress(RuntimeError):
+                mx.eval([pages.last_read for pages in layers])
         except RuntimeError as error:
             if self._runner.is_alive():
                 raise CacheStateError(

@@ -89,3 +89,28 @@ def test_threads_one_after_the_other_lose_nothing() -> None:
         answers: list[list[int]] = []
         in_thread(lambda: answers.append(greedy(model, prompt(9)[8:], 6, cache=cache)))
         assert answers == [expected]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("attention", ["gather", "auto"])
+def test_a_thread_that_ended_after_a_part_of_a_prompt(
+    kind: str, attention: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """mlx-lm evaluates the K/V of a prompt's chunk, not what attention makes of the last layer's."""
+    model = shared(kind)
+    tokens = prompt(20)
+    expected = greedy(model, tokens, 6)
+    with tinykv.attach(model, page_size=4, attention=attention) as kv:
+
+        def work() -> None:
+            cache = make_prompt_cache(model)
+            model(mx.array([tokens[:16]]), cache=cache)
+            mx.eval([layer.state for layer in cache])
+            kv.prefix_cache.insert(tokens[:16], cache)
+
+        in_thread(work)
+        cache, rest = kv.prefix_cache.fetch(tokens)
+        assert rest == tokens[16:]
+        assert greedy(model, rest, 6, cache=cache) == expected
+        kv.check()
+    assert "a thread ended" not in caplog.text
