@@ -28,7 +28,7 @@ from mlx_lm.models.cache import KVCache  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from running import parse, parser_of, save  # noqa: E402
-from shapes import HEAD_DIM, HEADS, KV_HEADS, make_model  # noqa: E402
+from shapes import HEAD_DIM, HEADS, KV_HEADS, fill, make_model  # noqa: E402
 
 import tinykv_plugin as tinykv  # noqa: E402
 
@@ -50,16 +50,6 @@ class Result:
     paged_bytes: int
     stock_waste: float
     paged_waste: float
-
-
-def fill(cache: Sequence[Any], count: int) -> None:
-    """Append ``count`` tokens to every layer of one request."""
-    while count:
-        new = mx.random.normal((1, KV_HEADS, min(count, 2048), HEAD_DIM))
-        for layer in cache:
-            layer.update_and_fetch(new, new)
-        mx.eval([layer.state for layer in cache])
-        count -= new.shape[2]
 
 
 def joined(make_cache: Callable[[], list[Any]], lengths: Sequence[int]) -> list[Any]:

@@ -22,7 +22,7 @@ from mlx_lm.models.cache import KVCache  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from running import parse, parser_of, save  # noqa: E402
-from shapes import HEAD_DIM, KV_HEADS, make_model  # noqa: E402
+from shapes import HEAD_DIM, KV_HEADS, fill, make_model, settle  # noqa: E402
 
 import tinykv_plugin as tinykv  # noqa: E402
 from tinykv_plugin.units import format_bytes  # noqa: E402
@@ -30,34 +30,16 @@ from tinykv_plugin.units import format_bytes  # noqa: E402
 Request = list[Any]
 
 
-def filled(request: Request, count: int) -> Request:
-    """``request``, one cache per layer, with ``count`` tokens more."""
-    while count:
-        new = mx.random.normal((1, KV_HEADS, min(count, 2048), HEAD_DIM))
-        for layer in request:
-            layer.update_and_fetch(new, new)
-        settle(request)
-        count -= new.shape[2]
-    return request
-
-
-def settle(request: Request) -> None:
-    """Evaluates every write."""
-    mx.eval([layer.state for layer in request])
-
-
 def merged(requests: Sequence[Request]) -> Request:
     """The requests as the rows of one batch."""
     return [layers[0].merge(list(layers)) for layers in zip(*requests, strict=True)]
 
 
-def timed(work: Callable[[], Request | None]) -> tuple[float, int]:
+def timed(work: Callable[[], Request]) -> tuple[float, int]:
     """Milliseconds of ``work``, and the bytes that it leaves behind."""
     mx.synchronize()
     before, start = mx.get_active_memory(), time.perf_counter()
-    result = work()
-    if result is not None:
-        settle(result)
+    settle(work())
     return (time.perf_counter() - start) * 1e3, mx.get_active_memory() - before
 
 
@@ -96,7 +78,9 @@ def once(requests: Sequence[Request]) -> dict[str, tuple[float, int]]:
 
 def measure(make: Callable[[], Request], context: int, rows: int, repeat: int) -> dict[str, tuple[float, float]]:
     """Medians of :func:`once`; the requests' lengths differ a little, so that stock has something to pad."""
-    requests = [filled(make(), context - row) for row in range(rows)]
+    requests = [make() for _ in range(rows)]
+    for row, request in enumerate(requests):
+        fill(request, context - row)
     runs = [once([copy.copy(request) for request in requests]) for _ in range(repeat)]
     return {
         what: (statistics.median(run[what][0] for run in runs), statistics.median(run[what][1] for run in runs))

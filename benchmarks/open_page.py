@@ -27,6 +27,8 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from running import model_folder, parse, parser_of, save  # noqa: E402
 
+from tinykv_plugin.cli.patches import replaced  # noqa: E402
+
 TEXT = Path(__file__).parent / "texts" / "samuel.txt"
 GROUP_SIZE = 64
 ATTENTION = "scaled_dot_product_attention"
@@ -57,18 +59,13 @@ def attention(
 def loss(model: Any, tokens: mx.array, bits: int | None = None, open_page: int | None = None) -> float:
     """The mean of minus the logarithm of the probability of every token but the first."""
     module = sys.modules[type(model).__module__]
-    own = getattr(module, ATTENTION)
 
     def simulated(q: mx.array, k: mx.array, v: mx.array, *, scale: float, **_: Any) -> mx.array:
         assert bits is not None
         return attention(q, k, v, scale, bits, open_page)
 
-    if bits is not None:
-        setattr(module, ATTENTION, simulated)
-    try:
+    with replaced(module, ATTENTION, simulated if bits is not None else getattr(module, ATTENTION)):
         logits = model(tokens[None, :-1], cache=make_prompt_cache(model))[0]
-    finally:
-        setattr(module, ATTENTION, own)
     chosen = mx.take_along_axis(logits, tokens[1:, None], axis=1)[:, 0]
     return float((mx.logsumexp(logits, axis=1) - chosen).mean())
 

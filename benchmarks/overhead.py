@@ -30,7 +30,7 @@ from mlx_lm.models.cache import KVCache  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from running import parse, parser_of, save  # noqa: E402
-from shapes import HEAD_DIM, HEADS, KV_HEADS, LAYERS, make_model  # noqa: E402
+from shapes import HEAD_DIM, HEADS, KV_HEADS, LAYERS, fill, make_model, settle, tokens  # noqa: E402
 
 import tinykv_plugin as tinykv  # noqa: E402
 from tinykv_plugin.units import format_bytes  # noqa: E402
@@ -50,27 +50,6 @@ class Case:
     ratio: float
     target: str
     good: bool
-
-
-def tokens(count: int) -> mx.array:
-    """K or V of ``count`` tokens."""
-    made = mx.random.normal((1, KV_HEADS, count, HEAD_DIM))
-    mx.eval(made)
-    return made
-
-
-def fill(cache: list[Any], count: int, chunk: int = 512) -> None:
-    """Append ``count`` tokens to every layer."""
-    for start in range(0, count, chunk):
-        new = tokens(min(chunk, count - start))
-        for layer in cache:
-            layer.update_and_fetch(new, new)
-        settle(cache)
-
-
-def settle(cache: list[Any]) -> None:
-    """Evaluate every write."""
-    mx.eval([layer.state for layer in cache])
 
 
 def scattered(kv: tinykv.Attachment, model: Any, count: int) -> list[Any]:

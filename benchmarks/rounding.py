@@ -29,6 +29,7 @@ from rich.table import Table  # noqa: E402
 from running import model_folder, parse, parser_of, save  # noqa: E402
 
 import tinykv_plugin as tinykv  # noqa: E402
+from tinykv_plugin.cli.patches import replaced  # noqa: E402
 from tinykv_plugin.manager import default_manager  # noqa: E402
 
 TEXT = Path(__file__).parent / "texts" / "samuel.txt"
@@ -49,11 +50,8 @@ def calls_of(model: Any, tokens: mx.array) -> list[Call]:
         result: mx.array = own(queries, keys, values, *more, scale=scale, **options)
         return result
 
-    setattr(module, ATTENTION, note)
-    try:
+    with replaced(module, ATTENTION, note):
         mx.eval(model(tokens[None], cache=make_prompt_cache(model)), found)
-    finally:
-        setattr(module, ATTENTION, own)
     return found
 
 

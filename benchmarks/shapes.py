@@ -1,9 +1,11 @@
-"""The model whose caches are measured alone: the shapes of SmolLM2-135M."""
+"""The model whose caches are measured alone: the shapes of SmolLM2-135M; and tokens for its caches."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models import llama
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 30, 9, 3, 64
@@ -24,3 +26,24 @@ def make_model(layers: int = LAYERS) -> Any:
             vocab_size=8,
         )
     )
+
+
+def tokens(count: int) -> mx.array:
+    """K or V of ``count`` tokens."""
+    made = mx.random.normal((1, KV_HEADS, count, HEAD_DIM))
+    mx.eval(made)
+    return made
+
+
+def fill(request: Sequence[Any], count: int, chunk: int = 512) -> None:
+    """Append ``count`` tokens to every layer's cache, as a prompt in chunks."""
+    for start in range(0, count, chunk):
+        new = tokens(min(chunk, count - start))
+        for layer in request:
+            layer.update_and_fetch(new, new)
+        settle(request)
+
+
+def settle(request: Sequence[Any]) -> None:
+    """Evaluate every write."""
+    mx.eval([layer.state for layer in request])

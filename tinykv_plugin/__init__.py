@@ -90,11 +90,11 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     except ModuleNotFoundError as error:
-        from .mlx_lm_installation import how_to_install, without_mlx_lm
+        from .mlx_lm_installation import not_installed, without_mlx_lm
 
         if not without_mlx_lm(error):
             raise
-        raise ModuleNotFoundError(f"mlx-lm is not installed: {how_to_install()}", name="mlx_lm") from error
+        raise ModuleNotFoundError(not_installed(), name="mlx_lm") from error
 
 
 def __dir__() -> list[str]:

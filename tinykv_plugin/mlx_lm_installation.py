@@ -17,6 +17,11 @@ def how_to_install() -> str:
     return f"python -m pip install {more}{_WANTED}"
 
 
+def not_installed() -> str:
+    """What to say where mlx-lm is missing."""
+    return f"mlx-lm is not installed: {how_to_install()}"
+
+
 def without_mlx_lm(error: ModuleNotFoundError) -> bool:
     """Whether mlx-lm, or a part of it, is what couldn't be imported."""
     return (error.name or "").split(".")[0] == "mlx_lm"

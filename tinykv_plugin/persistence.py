@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from .reading import stored_tokens
 from .restore import HeldTokens, fill
 from .session import KEPT_TOKENS, PagedSession
 from .unused import UnusedCache
+from .whole_file import write_whole
 
 if TYPE_CHECKING:
     from .attachment import Attachment
@@ -38,17 +38,10 @@ def save_prompt_cache(file_name: str | os.PathLike[str], cache: Sequence[Any], m
         {index: _dense(leaf) for index, leaf in enumerate(layout.leaves(cache))},
     )
     path = Path(file_name)
-    # mlx appends the suffix to a name without it, so the temporary name carries it too.
+    # As mlx does.
     final = path if path.suffix == ".safetensors" else path.with_name(path.name + ".safetensors")
-    temporary = final.with_name(f".{final.stem}-{secrets.token_hex(8)}.safetensors")
-    temporary.open("xb").close()  # with the permissions that stock's file would have
-    try:
-        header = FileHeader.of(dense, _model_of(cache))
-        mlx_cache.save_prompt_cache(os.fspath(temporary), dense, {**(metadata or {}), **header.metadata()})
-        os.replace(temporary, final)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    told = {**(metadata or {}), **FileHeader.of(dense, _model_of(cache)).metadata()}
+    write_whole(final, lambda name: mlx_cache.save_prompt_cache(name, dense, told))
 
 
 class LoadedCache(list[Any]):

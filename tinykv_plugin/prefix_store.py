@@ -9,7 +9,6 @@ import io
 import logging
 import os
 import queue
-import secrets
 import shutil
 import sqlite3
 import threading
@@ -23,6 +22,7 @@ from mlx_lm.models import cache as mlx_cache
 
 from .errors import ConfigError
 from .page_index import IMPATIENCE, PATIENCE, PageIndex, StoredPage
+from .whole_file import write_whole
 
 log = logging.getLogger("tinykv")
 
@@ -221,11 +221,12 @@ class PrefixStore:
         If the disk is full it is tried once more if there is ``make_room()``.
         """
         try:
-            return _write_whole(path, write)
+            write_whole(path, write)
         except (OSError, RuntimeError) as error:  # mlx has no other for a disk that is full
             if not self._is_full(error) or not make_room():
                 raise
-        return _write_whole(path, write)
+            write_whole(path, write)
+        return path.stat().st_size
 
     def _is_full(self, error: Exception) -> bool:
         if isinstance(error, OSError):
@@ -260,16 +261,6 @@ class PrefixStore:
     def _state_path(self, key: bytes) -> Path:
         name = key.hex()
         return self._folder / name[:2] / f"{name}.state.safetensors"
-
-
-def _write_whole(path: Path, write: Callable[[str], object]) -> int:
-    temporary = path.with_name(f".{secrets.token_hex(8)}.safetensors")
-    try:
-        write(os.fspath(temporary))
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path.stat().st_size
 
 
 def _checksum(data: bytes) -> bytes:

@@ -31,9 +31,8 @@ class PrefixNode:
 
     ``tokens`` are its own as bytes, fewer than a page holds only at the end of a prompt. ``pages`` has its page id in
     each cache group, -1 where a window had dropped it. ``state`` is what layers that have no pages held after exactly
-    these tokens (None: not kept), ``state_bytes`` its size; ``used`` is when
-    it was used last (seconds, as ``time.time``). A root stands for one model and format: its ``hash`` salts
-    those of all pages below.
+    these tokens (None: not kept), ``state_bytes`` its size; ``used`` is when it was used last (seconds,
+    as ``time.time``). A root stands for one model and format: its ``hash`` salts those of all pages below.
     """
 
     __slots__ = ("children", "hash", "pages", "parent", "state", "state_bytes", "tokens", "used")

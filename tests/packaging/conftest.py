@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 import sys
 import venv
@@ -58,7 +57,5 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(folder, with_pip=True)
     scripts = folder / ("Scripts" if os.name == "nt" else "bin")
     run(scripts / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel)
-    if sys.version_info < (3, 11):
-        how = run(scripts / "python", "-c", "from tinykv_plugin.mlx_lm_installation import *; print(how_to_install())")
-        run(scripts / "python", *shlex.split(how)[1:], "--quiet", "--disable-pip-version-check")
+    run(scripts / "python", Path(__file__).with_name("install_mlx_lm.py"))
     return scripts

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,16 +55,6 @@ def read(path: Path) -> dict[str, Any]:
             f"was interrupted"
         )
     return dict(results)
-
-
-def write(path: Path, text: str) -> None:
-    """Write ``text`` so that ``path`` is whole at any moment: as before, or as it is now."""
-    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def not_run(results: dict[str, Any]) -> list[str]:

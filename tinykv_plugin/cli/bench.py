@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from ..config import KVCacheConfig
 from ..labels import model_label
+from ..whole_file import write_whole
 from .console import console, log_to_stderr
 from .demo import load_model, progress_bar
 from .failures import FAILED, CommandError
@@ -69,6 +71,10 @@ def bench(argv: Sequence[str]) -> int:
     return code
 
 
+def _write(text: str, name: str) -> None:
+    Path(name).write_text(text, encoding="utf-8")
+
+
 class _Files:
     """The two files that a run leaves, brought up to date by each :meth:`save`."""
 
@@ -78,10 +84,9 @@ class _Files:
 
     def save(self, results: dict[str, Any]) -> None:
         from ..bench.report import report
-        from ..bench.results import write
 
-        write(self._json, json.dumps(results, indent=1) + "\n")
-        write(self._html, report(results))
+        for path, text in ((self._json, json.dumps(results, indent=1) + "\n"), (self._html, report(results))):
+            write_whole(path, partial(_write, text))
         self.saved = True
 
     def __str__(self) -> str:

@@ -11,7 +11,7 @@ from typing import cast
 
 from ..blas import load_blas
 from ..errors import TinyKVError
-from ..mlx_lm_installation import how_to_install
+from ..mlx_lm_installation import not_installed
 from .console import log_to_stderr
 from .failures import BROKEN_PIPE, INTERRUPTED, CommandError, UsageError, did_you_mean, exit_code
 from .flags import flags_help
@@ -70,7 +70,7 @@ def _run(argv: list[str]) -> int:
 def _command(name: str) -> Callable[[Sequence[str]], int]:
     """The function that runs command ``name`` with its arguments. Raises UsageError; CommandError without mlx-lm."""
     if name in NEED_MLX_LM and importlib.util.find_spec("mlx_lm") is None:
-        raise CommandError(f"mlx-lm is not installed: {how_to_install()}")
+        raise CommandError(not_installed())
     if name in OWN_COMMANDS:
         module = importlib.import_module(f".{name}", __package__)
         return cast("Callable[[Sequence[str]], int]", getattr(module, name))

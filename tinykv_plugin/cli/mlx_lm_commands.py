@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution
 
-from ..mlx_lm_installation import how_to_install
+from ..mlx_lm_installation import not_installed
 from .failures import CommandError
 
 WITHOUT_KV_CACHE = frozenset(
@@ -51,7 +51,7 @@ def mlx_lm_commands() -> Mapping[str, MlxLmCommand]:
     try:
         points = distribution("mlx-lm").entry_points.select(group="console_scripts")
     except PackageNotFoundError:
-        raise CommandError(f"mlx-lm is not installed: {how_to_install()}") from None
+        raise CommandError(not_installed()) from None
     found = sorted((point for point in points if point.name.startswith("mlx_lm.")), key=lambda point: point.name)
     names = [(point.name.removeprefix("mlx_lm."), point) for point in found]
     return {name: MlxLmCommand(name, point) for name, point in names}
