@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -93,14 +94,28 @@ def test_server_under_mlx_launch(tiny_model_dir: Path) -> None:
         launcher = [sys.executable, "-c", LAUNCH, "-n", "2", "--backend", "ring", "--"] if count > 1 else []
         command = [sys.executable, "-m", "tinykv_plugin", "server", "--model", str(tiny_model_dir), "--port", str(port)]
         server = subprocess.Popen(
-            [*launcher, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment()
-        )
+            [*launcher, *command],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(), start_new_session=True,
+        )  # fmt: skip
         try:
             answers[count] = [ask(port, text, server) for text in ("Hello", "Good day to you", "Hello again")]
         finally:
-            server.terminate()
+            # mlx.launch ends without its ranks.
+            os.killpg(server.pid, signal.SIGTERM)
             server.communicate(timeout=30)
+            assert is_gone(server.pid)
     assert answers[1] == answers[2]
+
+
+def is_gone(group: int) -> bool:
+    """Whether no process of the group is left, after a while."""
+    for _ in range(100):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def ask(port: int, text: str, server: subprocess.Popen[bytes]) -> str:
