@@ -31,32 +31,43 @@ from tinykv_plugin.cli.patches import replaced  # noqa: E402
 
 TEXT = Path(__file__).parent / "texts" / "samuel.txt"
 GROUP_SIZE = 64
+# Of keys and of values.
+BITS = {
+    "8 bits": (8, 8),
+    "6 bits": (6, 6),
+    "5 bits": (5, 5),
+    "4 bits": (4, 4),
+    "keys 8, values 4 bits": (8, 4),
+}
 ATTENTION = "scaled_dot_product_attention"
 
 
 def attention(
-    queries: mx.array, keys: mx.array, values: mx.array, scale: float, bits: int, open_page: int | None
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, bits: tuple[int, int], open_page: int | None
 ) -> mx.array:
     """Causal attention over rounded K and V; a token's own page of ``open_page`` tokens is not rounded."""
 
-    def rounded(x: mx.array) -> mx.array:
+    def rounded(x: mx.array, bits: int) -> mx.array:
         return mx.dequantize(*mx.quantize(x, GROUP_SIZE, bits), GROUP_SIZE, bits)
+
+    (key_bits, value_bits), full = bits, values
+    rounded_keys, values = rounded(keys, key_bits), rounded(values, value_bits)
 
     def for_queries(x: mx.array) -> mx.array:
         return mx.repeat(x, queries.shape[1] // x.shape[1], axis=1)
 
     places = mx.arange(queries.shape[2])
-    scores = queries * scale @ for_queries(rounded(keys)).swapaxes(2, 3)
+    scores = queries * scale @ for_queries(rounded_keys).swapaxes(2, 3)
     if open_page is not None:
         own = places[:, None] // open_page == places // open_page
         scores = mx.where(own, queries * scale @ for_queries(keys).swapaxes(2, 3), scores)
     weights = mx.softmax(mx.where(places[:, None] >= places, scores, -mx.inf), axis=-1)
     if open_page is None:
-        return weights @ for_queries(rounded(values))
-    return mx.where(own, 0, weights) @ for_queries(rounded(values)) + mx.where(own, weights, 0) @ for_queries(values)
+        return weights @ for_queries(values)
+    return mx.where(own, 0, weights) @ for_queries(values) + mx.where(own, weights, 0) @ for_queries(full)
 
 
-def loss(model: Any, tokens: mx.array, bits: int | None = None, open_page: int | None = None) -> float:
+def loss(model: Any, tokens: mx.array, bits: tuple[int, int] | None = None, open_page: int | None = None) -> float:
     """The mean of minus the logarithm of the probability of every token but the first."""
     module = sys.modules[type(model).__module__]
 
@@ -83,13 +94,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     full = [loss(model, context) for context in contexts]
     table = Table("K/V", "quantized as written", f"the open page of {arguments.page_size} in full precision")
     results: dict[str, dict[str, float]] = {}
-    for bits in (8, 6, 5, 4):
+    for name_of_bits, bits in BITS.items():
         found = {}
         for name, open_page in (("as written", None), ("open page", arguments.page_size)):
             more = [loss(model, one, bits, open_page) - before for one, before in zip(contexts, full, strict=True)]
             found[name] = math.expm1(float(np.mean(more)))
-        table.add_row(f"{bits} bits", *(f"{change:+.2%}" for change in found.values()))
-        results[f"{bits} bits"] = found
+        table.add_row(name_of_bits, *(f"{change:+.2%}" for change in found.values()))
+        results[name_of_bits] = found
     console = Console(width=120)
     console.print(f"perplexity against full precision, {len(contexts)} contexts of {arguments.context} tokens")
     console.print(table)

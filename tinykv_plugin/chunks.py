@@ -56,4 +56,7 @@ def _from(
     """A step whose rows' contexts begin at the positions ``firsts``."""
     tables = [table.view(first // step.page_size) for table, first in zip(step.tables, firsts, strict=True)]
     lengths = [context - first for context, first in zip(contexts, firsts, strict=True)]
-    return GroupStep(tables, lengths, queries, width)
+    part = GroupStep(tables, lengths, queries, width)
+    if step.open is not None:
+        part.open = _from(step.open, firsts, contexts, queries, width)
+    return part

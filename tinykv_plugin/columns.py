@@ -159,6 +159,10 @@ def buckets_of(step: GroupStep) -> Buckets:
             [step.query_lens[row] for row in rows_of_part],
             step.width,
         )
+        if step.open is not None:
+            part.open = GroupStep(
+                [step.open.tables[row] for row in rows_of_part], part.context_lens, part.query_lens, step.width
+            )
         part.cached("buckets", lambda: Buckets([], int32([])))
         parts.append((int32(rows_of_part), part))
     return Buckets(parts, int32(np.argsort(order)))

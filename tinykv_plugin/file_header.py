@@ -27,10 +27,11 @@ class FileHeader:
     checksum: str
 
     @classmethod
-    def of(cls, cache: Sequence[Any], model: str) -> FileHeader:
-        """The header of a file that ``cache``, mlx-lm's own caches, is written to."""
+    def of(cls, cache: Sequence[Any], model: str, more: Mapping[str, mx.array]) -> FileHeader:
+        """The header of a file that ``cache``, mlx-lm's own caches, and ``more`` arrays are written to."""
         state: Any = tree_flatten([leaf.state for leaf in cache])
-        return cls(VERSION, model, checksum({name: item for name, item in state if isinstance(item, mx.array)}))
+        arrays = {name: item for name, item in state if isinstance(item, mx.array)}
+        return cls(VERSION, model, checksum({**arrays, **more}))
 
     @classmethod
     def read(cls, path: str) -> FileHeader | None:

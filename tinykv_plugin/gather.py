@@ -13,6 +13,7 @@ from .columns import Buckets, Spans, buckets_of, column_count, page_columns, tok
 from .hookspecs import hookimpl
 from .masks import causal_array, prior_tokens, row_masks
 from .metadata import PagedKVMetadata, PagedMask, int32
+from .open_columns import OpenColumns, open_columns
 from .step import GroupStep
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class GatherBackend:
     name = "gather"
     direct = False
     priority = 0
-    features = frozenset({"softcap", "chunk", "keys_only"})
+    features = frozenset({"softcap", "chunk", "keys_only", "open_page"})
     reads_quantized = True
 
     def supports(self, request: AttentionRequest) -> list[str]:
@@ -99,8 +100,11 @@ class GatherBackend:
             if len(buckets.parts) > 1:
                 return self._attend_buckets(queries, metadata, buckets, scale, mask, sinks, softcap)
         keys, values = self.dense(metadata)
+        opened = metadata.open
         if mask is not None or not step.alone:
             mask = _array_mask(step, mask)
+        if opened is not None:
+            keys, values, mask = self._with_open(metadata, opened, keys, values, mask)
         return attend_arrays(queries, keys, values, scale=scale, mask=mask, sinks=sinks, softcap=softcap)
 
     def dense(self, metadata: PagedKVMetadata) -> tuple[mx.array, mx.array]:
@@ -127,6 +131,45 @@ class GatherBackend:
             pages.note_read(keys, values)
         return keys, values
 
+    def _with_open(
+        self,
+        metadata: PagedKVMetadata,
+        opened: PagedKVMetadata,
+        keys: mx.array,
+        values: mx.array,
+        mask: mx.array | str | None,
+    ) -> tuple[mx.array, mx.array, mx.array | str | None]:
+        """K and V with the open pages' columns behind the others, and the mask that gives each query its own."""
+        step = metadata.step
+        places = step.cached("open columns", lambda: open_columns(step, opened.step))
+        more = self._open_rows(opened, places)
+        if mask is None and places.cut is not None:
+            keys, values = keys[:, :, : places.cut], values[:, :, : places.cut]
+        elif isinstance(mask, mx.array):
+            mask = places.mask(mask)
+        else:
+            plain = mask
+            mask = step.cached(("open mask", plain), lambda: places.mask(_whole_mask(step, plain)))
+        return mx.concatenate([keys, more[0]], axis=2), mx.concatenate([values, more[1]], axis=2), mask
+
+    @staticmethod
+    def _open_rows(opened: PagedKVMetadata, places: OpenColumns) -> tuple[mx.array, mx.array]:
+        """K and V of the open columns ``(batch, kv_heads, columns, head_dim)``; zeros for padding."""
+        pages = opened.pages
+        if pages.copy_out is not None:
+            return pages.copy_out(opened, places.spans)
+        keys, values = pages.readable()
+        page_ids, slots = places.index
+        held = places.valid.transpose(0, 1, 3, 2)
+        copies = []
+        for side in (keys, values):
+            if side.shape[3]:
+                copies.append(mx.where(held, side[page_ids, :, slots].transpose(0, 2, 1, 3), 0))
+            else:  # mlx can't index an array without elements
+                copies.append(mx.zeros((page_ids.shape[0], side.shape[1], page_ids.shape[1], 0), side.dtype))
+        pages.note_read(*copies)
+        return copies[0], copies[1]
+
     def _attend_buckets(
         self,
         queries: mx.array,
@@ -144,11 +187,18 @@ class GatherBackend:
                 part_mask = mask[rows]
             if isinstance(part_mask, mx.array):
                 part_mask = part_mask[..., : column_count(part)]
-            part_metadata = PagedKVMetadata(metadata.pages, part)
             outputs.append(
-                self.attend(queries[rows], part_metadata, scale=scale, mask=part_mask, sinks=sinks, softcap=softcap)
+                self.attend(queries[rows], metadata.of(part), scale=scale, mask=part_mask, sinks=sinks, softcap=softcap)
             )
         return mx.concatenate(outputs)[buckets.order]
+
+
+def _whole_mask(step: GroupStep, mask: str | None) -> mx.array:
+    """A mask of one row, given by name or not at all, as an array over all columns."""
+    columns = column_count(step)
+    if mask is None:
+        return mx.ones((1, 1, step.width, columns), dtype=mx.bool_)
+    return causal_array(step.width, columns - step.width, None)
 
 
 def _one_slot(step: GroupStep) -> tuple[int, int]:

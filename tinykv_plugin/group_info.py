@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .pool import PagePool
 
+OPEN = "open"
+"""The name of the cache group in which tokens are in the model's dtype until their page is full; the last one."""
+
 
 @dataclass(frozen=True)
 class GroupInfo:
     """A cache group. ``page_bytes`` is one page over all of its ``layers``; ``page_limit`` what the budget allows.
 
-    ``model_token_bytes`` is what a token's K/V would take in the model's own dtype.
+    ``model_token_bytes`` is what a token's K/V would take in the model's own dtype. An ``open`` group has the same
+    tokens as others, once more in the model's dtype, until their page is full.
     """
 
     name: str
@@ -23,6 +27,12 @@ class GroupInfo:
     page_size: int
     page_limit: int
     model_token_bytes: int
+    open: bool = False
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one more token of a long request takes."""
+        return 0 if self.open else self.page_bytes // self.page_size
 
     @classmethod
     def of(cls, pool: PagePool, window: int | None) -> GroupInfo:
@@ -35,4 +45,5 @@ class GroupInfo:
             pool.page_size,
             pool.limit,
             pool.model_token_bytes,
+            pool.name == OPEN,
         )

@@ -17,6 +17,9 @@ GROUP_SIZES = (128, 64, 32)
 
 USUAL_GROUP_SIZE = 64
 
+CLOSED_BITS = 8
+"""From so many bits on a token is as well read rounded while its page is being filled (benchmarks/open_page.py)."""
+
 
 @dataclass(frozen=True)
 class KVFormat:
@@ -40,6 +43,14 @@ class KVFormat:
     def quantized(self) -> bool:
         """Whether keys or values are."""
         return self.key_bits is not None or self.value_bits is not None
+
+    @property
+    def opens(self) -> bool:
+        """Whether tokens are read in the model's dtype until their page is full.
+
+        With few bits most of what is lost is lost in the tokens just before the one that reads them.
+        """
+        return any(bits is not None and bits < CLOSED_BITS for bits in (self.key_bits, self.value_bits))
 
     def keys(self, dim: int) -> Affine | None:
         """How keys of ``dim`` elements are packed; None: not at all. Raises ConfigError if no group size divides."""

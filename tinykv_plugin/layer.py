@@ -51,7 +51,8 @@ class PagedLayer:
     """One leaf of the model's cache list whose K/V are in pages.
 
     ``handles``: the model gets PagedKV handles and attention reads pages; otherwise (the model does something else
-    with keys or values) it gets gathered arrays. ``reason`` says why. ``group`` is the index of its cache group.
+    with keys or values) it gets gathered arrays. ``reason`` says why. ``group`` is the index of its cache group. If it
+    ``opens``, a query reads its own page in the model's dtype.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class PagedLayer:
         self.choice = choice
         self.group = group
         self.handles = handles
+        self.opens = False
         self.reason = reason
         self.spec = spec
         self.pages: LayerPages | None = None
@@ -105,7 +107,7 @@ class PagedLayer:
             outputs = [
                 self.attend(
                     queries[:, :, part.start : part.stop],
-                    PagedKVMetadata(metadata.pages, part.step),
+                    metadata.of(part.step),
                     scale=scale,
                     mask="causal" if part.stop - part.start > 1 else None,
                     sinks=sinks,
@@ -187,6 +189,7 @@ class PagedLayer:
             chunk=chunk,
             keys=spec.keys,
             values=spec.values,
+            open_page=metadata.open_pages is not None,
         )
 
 

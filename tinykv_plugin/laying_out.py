@@ -22,20 +22,35 @@ def pages_for(session: PagedSession, layer: PagedLayer, keys: mx.array, values: 
     if layer.pages is not None and _fits(layer.pages.spec, keys, values):
         return layer.pages
     spec = LayerSpec.of(keys, values).stored_as(session.kv_format)
-    pool = session.pools[layer.group]
     if layer.pages is not None:
+        pool = session.pools[layer.group]
         if any(row.tokens for row in session.live_sequences()) or session.abandoned:
             raise CacheStateError(
                 f"layer {layer.index} writes {spec}, its pages hold {layer.pages.spec}; after changing a model's "
                 f"dtype or shapes drop its prompt caches, or detach and attach again"
             )
         session.prefix.index.clear()  # what they hold goes with their layout
-        pool.book(-layer.pages.nbytes)
-        del pool.layers[layer.index]
+        for each in (pool, session.pools[-1]) if layer.pages.open is not None else (pool,):
+            each.book(-each.layers.pop(layer.index).nbytes)
     layer.spec = spec
     layer.pages = None
-    pages = LayerPages(spec, pool.page_size)
+    return lay_out(session, layer, spec)
+
+
+def lay_out(session: PagedSession, layer: PagedLayer, spec: LayerSpec) -> LayerPages:
+    """New pages for ``layer``, as many as its group has, and with them open ones if it ``opens``.
+
+    Raises OutOfPagesError or PoolGrowthError, with the layer without pages.
+    """
+    pool = session.pools[layer.group]
+    pages = LayerPages(spec, pool.page_size, layer.opens)
     pool.add_layer(layer.index, pages)
+    if pages.open is not None:
+        try:
+            session.pools[-1].add_layer(layer.index, pages.open)
+        except Exception:
+            pool.book(-pool.layers.pop(layer.index).nbytes)
+            raise
     layer.pages = pages
     return pages
 

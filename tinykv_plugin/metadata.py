@@ -21,11 +21,25 @@ class PagedKVMetadata:
     position ``context_lens[b] - query_lens[b] + i``; queries from ``query_lens[b]`` on are padding.
     """
 
-    __slots__ = ("pages", "step")
+    __slots__ = ("open_pages", "pages", "step")
 
-    def __init__(self, pages: LayerPages, step: GroupStep) -> None:
+    def __init__(self, pages: LayerPages, step: GroupStep, open_pages: LayerPages | None = None) -> None:
         self.pages = pages
         self.step = step
+        self.open_pages = open_pages
+
+    def of(self, step: GroupStep) -> PagedKVMetadata:
+        """The same pages for a part of the step."""
+        return PagedKVMetadata(self.pages, step, self.open_pages)
+
+    @property
+    def open(self) -> PagedKVMetadata | None:
+        """The same for the pages that a query's own page is read from, position by position; None: there are none.
+
+        A query reads the tokens of the page that it is in itself from there, and those of all other pages from here.
+        """
+        pages, step = self.open_pages, self.step.open
+        return None if pages is None or step is None else PagedKVMetadata(pages, step)
 
     @property
     def key_pages(self) -> mx.array:

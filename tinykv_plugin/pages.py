@@ -108,17 +108,31 @@ class LayerPages:
     the whole pool otherwise. A backend that writes in place by its own primitive sets ``written``, a small array
     that a later read must depend on, and keeps ``keys`` and ``values``; ``last_read`` is the latest attention output,
     for a backend that must order a write after a pending read. ``due`` are arrays that a model wants evaluated with
-    this layer's next write.
+    this layer's next write. ``open`` are the same layer's pages in the model's dtype, where tokens are read from until
+    their page is full; None if they are always read from here.
 
     Where a dependency alone doesn't order mlx's own operations after such a write (Metal: kernels overlap unless one
     takes what the other made), the backend also sets ``copy_out``: K and V of the rows' spans, copied together as
     :meth:`~tinykv_plugin.protocols.GatheringBackend.dense` returns them, and noted in ``last_read``.
     """
 
-    __slots__ = ("copy_out", "due", "keys", "last_read", "packed", "page_size", "spec", "values", "writes", "written")
+    __slots__ = (
+        "copy_out",
+        "due",
+        "keys",
+        "last_read",
+        "open",
+        "packed",
+        "page_size",
+        "spec",
+        "values",
+        "writes",
+        "written",
+    )
 
-    def __init__(self, spec: LayerSpec, page_size: int) -> None:
+    def __init__(self, spec: LayerSpec, page_size: int, opens: bool = False) -> None:
         self.spec = spec
+        self.open = LayerPages(spec.unpacked, page_size) if opens else None
         self.packed = spec.packed  # asked for at every write and read
         self.page_size = page_size
         self.keys: mx.array | None = None
@@ -193,7 +207,8 @@ class LayerPages:
 
     def state(self) -> list[mx.array]:
         """Arrays whose evaluation forces every write so far."""
-        return [*(array for array in (self.keys, self.values, self.written) if array is not None), *self.due]
+        own = [array for array in (self.keys, self.values, self.written) if array is not None]
+        return [*own, *self.due, *(self.open.state() if self.open is not None else ())]
 
     def before_write(self, keys: mx.array) -> mx.array:
         """``keys`` about to be written, after what is due.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from . import layout
 from .cache import PagedKVCache
 from .errors import CacheStateError, PromptCacheFileError
 from .file_header import KEY, FileHeader
+from .open_tails import Tails, add_to_file, named, read_tails, tails_of
 from .packed_cache import PackedKVCache, is_quantized, quantized_cache, stored_rows
 from .pages import LayerSpec
 from .reading import stored_tokens
@@ -40,16 +42,27 @@ def save_prompt_cache(file_name: str | os.PathLike[str], cache: Sequence[Any], m
     path = Path(file_name)
     # As mlx does.
     final = path if path.suffix == ".safetensors" else path.with_name(path.name + ".safetensors")
-    told = {**(metadata or {}), **FileHeader.of(dense, _model_of(cache)).metadata()}
-    write_whole(final, lambda name: mlx_cache.save_prompt_cache(name, dense, told))
+    more = named(tails_of(layout.leaves(cache)), len(dense))
+    told = {**(metadata or {}), **FileHeader.of(dense, _model_of(cache), more).metadata()}
+
+    def write(name: str) -> None:
+        mlx_cache.save_prompt_cache(name, dense, told)
+        if more:
+            add_to_file(name, more)
+
+    write_whole(final, write)
 
 
 class LoadedCache(list[Any]):
-    """Caches from a file of ours; ``model`` is the fingerprint of the weights that computed them, "" if unknown."""
+    """Caches from a file of ours; ``model`` is the fingerprint of the weights that computed them, "" if unknown.
 
-    def __init__(self, cache: Sequence[Any], model: str) -> None:
+    ``tails`` are the tokens of open pages, by leaf.
+    """
+
+    def __init__(self, cache: Sequence[Any], model: str, tails: Tails) -> None:
         super().__init__(cache)
         self.model = model
+        self.tails = tails
 
 
 def load_prompt_cache(
@@ -72,7 +85,7 @@ def load_prompt_cache(
         ) from None
     if header is not None:
         del metadata[KEY]
-        cache = LoadedCache(cache, header.model)
+        cache = LoadedCache(cache, header.model, read_tails(os.fspath(file_name)))
     if kv is not None:
         adopt(cache, kv, file_name)
     return (cache, metadata) if return_metadata else cache
@@ -96,10 +109,11 @@ def adopt(cache: list[Any], kv: Attachment, source: object = "this prompt cache"
     if len(own) != len(expected) or limits:
         raise PromptCacheFileError(source, f"holds {len(own)} caches, the model has {len(expected)}; another model's?")
     held: dict[int, HeldTokens] = {}
+    tails = cache.tails if isinstance(cache, LoadedCache) else {}
     lengths = set()
     for index, (leaf, target) in enumerate(zip(own, expected, strict=True)):
         if isinstance(target, PagedKVCache):
-            held[index] = _held(leaf, target, index, source)
+            held[index] = replace(_held(leaf, target, index, source), tail=tails.get(index))
             lengths.add(int(leaf.offset))
         elif isinstance(target, UnusedCache) and leaf.empty():
             continue

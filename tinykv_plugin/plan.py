@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from . import layout
+from .group_info import OPEN
 from .kv_format import KVFormat
 from .layer import PagedLayer
 from .protocols import (
@@ -31,7 +32,8 @@ COLUMNS = ("the model uses keys.shape", "the model uses values.shape")
 class CachePlan:
     """Made once per attachment, at the first ``make_cache()``.
 
-    ``layers`` are the paged leaves; ``groups`` maps a cache group's name to its window; ``lines`` is what
+    ``layers`` are the paged leaves; ``groups`` maps a cache group's name to its window (with
+    :data:`OPEN` as the last one if a layer ``opens``); ``lines`` is what
     ``kv.plan`` shows, one per entry of the model's cache list; ``writer`` is the backend that owns the pages;
     ``stateful`` are the leaves that are kept as the model made them and hold something, ``unused`` those that it never
     writes. ``separate`` is why the requests of a batch are run one after the other ("": they aren't).
@@ -54,6 +56,7 @@ class CachePlan:
         self.lines = lines
         self.writer = writer
         self.stateful = stateful
+        self.opens = OPEN in groups
 
 
 def make_plan(context: AttachContext) -> CachePlan:
@@ -90,9 +93,12 @@ def make_plan(context: AttachContext) -> CachePlan:
         spec = seen.spec.stored_as(kv_format)
         layer = PagedLayer(index, choice, list(groups).index(name), not (seen.touched or different), reason, spec)
         layer.backends = backends
+        layer.opens = layer.handles and kv_format.opens and spec.packed
         layers.append(layer)
-        request = seen.request and replace(seen.request, keys=spec.keys, values=spec.values)
+        request = seen.request and replace(seen.request, keys=spec.keys, values=spec.values, open_page=layer.opens)
         lines[index] = layer.describe(request)
+    if any(layer.opens for layer in layers):
+        groups[OPEN] = None
     stateful = [index for index, line in lines.items() if line.kind == "dense" and index not in unused]
     writer = _writer(backends, list(lines.values()))
     plan = CachePlan(layers, groups, _by_entry(own, lines), writer, stateful, unused, separate)

@@ -12,6 +12,7 @@ from .prefix_tree import TOKEN_BYTES, Match, PrefixNode
 from .table import PageTable, Retention
 
 WINDOW = "a window has dropped what is behind it"
+PAGE = "the page in which it ends was not kept in the model's dtype"
 STATE = "the state of recurrent layers was not stored there"
 
 
@@ -53,8 +54,9 @@ def best_cut(match: Match, tokens: bytes, retentions: Sequence[Retention], state
         if missing is None:
             nodes = match.path[: -(-count // page_size)]
             return Cut(count, nodes, _floors(nodes, count, retentions, page_size), None, reason)
-        reason = WINDOW
-        count = missing * page_size
+        page, group = missing
+        reason = PAGE if retentions[group].page else WINDOW
+        count = page * page_size
     return Cut(reason=reason)
 
 
@@ -81,18 +83,21 @@ class _Gaps:
         # The last missing page up to each one.
         self._last = np.maximum.accumulate(missing, axis=0)
 
-    def before(self, count: int) -> int | None:
-        """The highest page that the token at position ``count`` would need but that isn't there; None: all are."""
+    def before(self, count: int) -> tuple[int, int] | None:
+        """The highest page that the token at position ``count`` would need but that isn't there, and its cache group.
+
+        None: all are there.
+        """
         total = -(-count // self._size)
-        found = -1
+        found = (-1, 0)
         for group, retention in enumerate(self._retentions):
             kept = min(total, -(-retention.keep // self._size))
             if kept:
-                found = max(found, int(self._last[kept - 1, group]))
+                found = max(found, (int(self._last[kept - 1, group]), group))
             last = int(self._last[total - 1, group])
             if last >= max(kept, retention.first_needed(count) // self._size):
-                found = max(found, last)
-        return found if found >= 0 else None
+                found = max(found, (last, group))
+        return found if found[0] >= 0 else None
 
 
 def _floors(nodes: Sequence[PrefixNode], count: int, retentions: Sequence[Retention], page_size: int) -> list[int]:

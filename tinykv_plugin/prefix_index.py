@@ -81,6 +81,8 @@ class PrefixIndex:
                     self._drop(shorter)
                 child = self.tree.add(node, key, [-1] * len(row.tables))
             for group, table in enumerate(row.tables):
+                if table.retention.page and len(key) == step:
+                    continue  # nobody continues inside a full page
                 page = table.pages[logical]
                 if child.pages[group] < 0 <= page:
                     self._session.pools[group].allocator.keep(page)

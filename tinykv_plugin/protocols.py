@@ -59,9 +59,10 @@ class AttentionRequest:
     ``query_len`` is the number of query tokens per row (the longest); ``keep`` the number of first tokens that a
     window doesn't drop (``max_kv_size``). ``keys`` and ``values`` say how the pages pack them (None: they hold
     ``dtype``); only backends with an attribute ``reads_quantized`` that is true are asked about packed ones. The last
-    two are asked only of backends that name them in their attribute ``features``: ``softcap``, scores are
+    three are asked only of backends that name them in their attribute ``features``: ``softcap``, scores are
     ``softcap * tanh(scores / softcap)`` before the softmax (``attend`` gets it as a keyword argument); ``chunk``, a
-    query sees its own chunk of that many positions only (as its mask says).
+    query sees its own chunk of that many positions only (as its mask says); ``open_page``, a query reads the tokens of
+    the page it is in from ``metadata.open``.
     """
 
     query_heads: int
@@ -79,11 +80,13 @@ class AttentionRequest:
     values: Affine | None = None
     softcap: float | None = None
     chunk: int | None = None
+    open_page: bool = False
 
     @property
     def features(self) -> set[str]:
         """What a backend must name among its ``features`` to be asked."""
-        return {name for name in ("softcap", "chunk") if getattr(self, name) is not None}
+        found = {name for name in ("softcap", "chunk") if getattr(self, name) is not None}
+        return found | {"open_page"} if self.open_page else found
 
 
 @runtime_checkable

@@ -30,12 +30,28 @@ def stored_tokens(session: PagedSession, layer: PagedLayer, row: PagedSequence) 
         key_shape[1] = value_shape[1] = 0
         key_dtype, value_dtype = pages.dtypes
         return mx.zeros((1, *key_shape), key_dtype), mx.zeros((1, *value_shape), value_dtype)
-    step = GroupStep([row.tables[layer.group]], [tokens], [1], 1)
     if row.lost:
         raise CacheStateError(LOST)
+    step = GroupStep([row.tables[layer.group]], [tokens], [1], 1)
+    return _copied(session, PagedKVMetadata(pages, step))
+
+
+def open_tokens(session: PagedSession, layer: PagedLayer, row: PagedSequence) -> tuple[mx.array, mx.array] | None:
+    """Copies of the tokens in a layer's open page, in the model's dtype; None if it has none, or no such page."""
+    pages = layer.pages.open if layer.pages is not None else None
+    tokens = row.offset(layer.bit)
+    if pages is None or not tokens % pages.page_size or row.tables[-1].missing(tokens) is not None:
+        return None
+    table = row.tables[-1].view(tokens // pages.page_size)
+    return _copied(session, PagedKVMetadata(pages, GroupStep([table], [tokens % pages.page_size], [1], 1)))
+
+
+def _copied(session: PagedSession, metadata: PagedKVMetadata) -> tuple[mx.array, mx.array]:
+    """What a step of one row may see, as it is stored, evaluated."""
+    pages = metadata.pages
     before = pages.last_read
     # By an index: a view would be a holder of the pool's array, which the next write would have to copy.
-    keys, values = (side[int32([0])] for side in session.gather.stored(PagedKVMetadata(pages, step)))
+    keys, values = (side[int32([0])] for side in session.gather.stored(metadata))
     mx.eval(keys, values)
     pages.last_read = before  # this read is over
     return keys, values

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from .compaction import compact
 from .errors import OutOfPagesError
 from .journal import Journal
+from .open_page import refill
 from .pool import PagePool, allocate_each, find_room
 from .sequence import PagedSequence
 from .table import PageTable
@@ -68,6 +69,7 @@ def _reserve(
     try:
         plans = [_plan(pool, group, rows, query_lens) for group, pool in enumerate(pools)]
         needed = [count for _, count in plans]
+        reopened = [row for row in rows if row.tables and row.tables[-1].missing(row.tokens) is not None]
         if not find_room(pools, needed, last_try):
             return None
         fresh = allocate_each(pools, needed)
@@ -77,6 +79,8 @@ def _reserve(
             copied += len(sources)
             if sources and commit:
                 pool.copy_pages(sources, targets)
+        if commit and reopened:
+            refill(reopened)
         done = commit
     finally:
         (journal.commit if done else journal.rollback)(savepoint)
@@ -92,7 +96,7 @@ def _plan(pool: PagePool, group: int, rows: Sequence[PagedSequence], query_lens:
         if count:
             table = row.own(group)
             table.drop_unreadable(row.tokens)
-            needed += table.pages_to_add(row.tokens + count)
+            needed += table.pages_to_add(row.tokens + count) + (table.missing(row.tokens) is not None)
             writing.append((table, row.tokens, count))
     for table, tokens, _ in writing:
         shared = table.tail_shared(tokens)
@@ -109,12 +113,16 @@ def _extend(writing: Writing, fresh: list[int]) -> tuple[list[int], list[int]]:
     sources: list[int] = []
     targets: list[int] = []
     for table, tokens, count in writing:
-        if table.tail_shared(tokens) is not None:
+        if table.missing(tokens) is not None:
+            table.put_back(fresh[taken])
+            taken += 1
+        elif table.tail_shared(tokens) is not None:
             targets.append(fresh[taken])
             sources.append(table.replace(tokens // table.page_size, fresh[taken]))
             taken += 1
         more = table.pages_to_add(tokens + count)
         if more:
+            table.leave_out(tokens + count)
             table.append(fresh[taken : taken + more])
             taken += more
     assert taken == len(fresh)

@@ -11,6 +11,8 @@ import mlx.core as mx
 from .compaction import provide_room
 from .laying_out import pages_for
 from .metadata import PagedKVMetadata
+from .open_page import write_open
+from .open_tails import is_tail
 from .pool import allocate_each
 from .reading import pages_of
 from .step import GroupStep
@@ -24,13 +26,15 @@ if TYPE_CHECKING:
 class HeldTokens:
     """What one layer has of a saved sequence: spans of K and V ``(1, kv_heads, tokens, …)`` by their end.
 
-    K and V are as the model made them or, ``stored``, as the pages hold them. ``first`` is the oldest position of the
-    last span; earlier spans are tokens a size limit keeps.
+    K and V are as the model made them or, ``stored``, as the pages hold them; ``tail`` are the newest ones as the model
+    made them, for an open page. ``first`` is the oldest position of the last span; earlier spans are tokens a size
+    limit keeps.
     """
 
     first: int
     spans: Sequence[tuple[int, mx.array, mx.array]]
     stored: bool = False
+    tail: tuple[mx.array, mx.array] | None = None
 
 
 def fill(session: PagedSession, row: PagedSequence, tokens: int, held: Mapping[int, HeldTokens]) -> None:
@@ -40,8 +44,10 @@ def fill(session: PagedSession, row: PagedSequence, tokens: int, held: Mapping[i
     """
     session.enter()
     floors = [
-        max(held[layer.index].first for layer in session.layers if layer.group == group)
-        for group in range(len(session.pools))
+        tokens - tokens % table.page_size
+        if table.retention.page
+        else max(held[layer.index].first for layer in session.layers if layer.group == group)
+        for group, table in enumerate(row.tables)
     ]
     needed = [table.pages_from(floor, tokens) for table, floor in zip(row.tables, floors, strict=True)]
     session.prefix.eviction.with_room(lambda: provide_room(session.pools, needed))
@@ -55,10 +61,16 @@ def fill(session: PagedSession, row: PagedSequence, tokens: int, held: Mapping[i
                 step = GroupStep([row.tables[layer.group]], [stop], [count], count)
                 if held[layer.index].stored:
                     target = pages_of(layer)
+                    tail = held[layer.index].tail
+                    exact = tail is not None and is_tail(target.spec, tail, keys, values)
+                    full = tail if tail is not None and exact else target.spec.decode(keys, values)
                 else:
                     target = pages_for(session, layer, keys, values)
+                    full = keys, values
                     keys, values = target.spec.encode(keys, values)
                 session.writer.write(PagedKVMetadata(target, step), keys, values)
+                if target.open is not None and stop == tokens:
+                    write_open(row, tokens, target.open, *full)
     except BaseException:
         session.journal.rollback(savepoint)
         raise

@@ -203,11 +203,16 @@ class RewindingCache:
         for leaf in self._kv:
             if isinstance(leaf, PagedKVCache):
                 retention = leaf._row.tables[leaf._layer.group].retention
-                if retention.window is not None and retention.rewind < tokens:
+                why = ""
+                if retention.window is not None:
+                    why = f"layers with a window of {retention.window} tokens"
+                elif leaf._layer.opens:
+                    why = "layers with open pages"
+                if why and leaf._session.rewind < tokens:
                     raise ConfigError(
                         "rewind",
-                        f"{retention.rewind} is too small for these drafts: layers with a window of "
-                        f"{retention.window} tokens must keep {tokens} more, to take them back (--kv-rewind {tokens})",
+                        f"{leaf._session.rewind} is too small for these drafts: {why} must keep {tokens} more, to take "
+                        f"them back (--kv-rewind {tokens})",
                     )
             elif type(leaf) not in REWINDABLE:
                 raise DraftError(

@@ -17,15 +17,15 @@ from .audit import audit
 from .cache import PagedKVCache
 from .distributed import agree_on_room
 from .errors import CacheStateError, ConfigError
-from .group_info import GroupInfo
+from .group_info import OPEN, GroupInfo
 from .hookspecs import RequestFreed
 from .journal import Journal
 from .kv_format import KVFormat
 from .layer import PagedLayer
-from .laying_out import pages_for
+from .laying_out import lay_out, pages_for
 from .layout import leaves, replace_leaves
 from .metadata import PagedKVMetadata, int32
-from .pages import LayerPages
+from .open_page import open_step, pages_to_read
 from .plan import CachePlan
 from .pool import Budget, PagePool
 from .prefix_cache import PrefixCache
@@ -92,8 +92,7 @@ class PagedSession:
         ]
         for layer in self.layers:
             if layer.spec is not None:
-                layer.pages = LayerPages(layer.spec, config.page_size)
-                self.pools[layer.group].add_layer(layer.index, layer.pages)
+                lay_out(self, layer, layer.spec)
         disk = None
         if config.prefix_dir is not None and config.prefix_cache:
             disk = PrefixDisk(self, PrefixStore(config.prefix_dir, config.prefix_disk_bytes))
@@ -130,7 +129,7 @@ class PagedSession:
     @property
     def page_format(self) -> str:
         """What pages of other sessions must have in common with this one's to hold the same bytes."""
-        groups = [(layer.index, layer.group) for layer in self.layers]
+        groups = [(layer.index, layer.group, layer.opens) for layer in self.layers]
         return f"{__version__} {self.page_size} {self.kv_format} {groups}"
 
     @property
@@ -185,7 +184,12 @@ class PagedSession:
             )
         limited = Retention(max_kv_size, KEPT_TOKENS, self.rewind) if max_kv_size else Retention()
         return [
-            limited if window is None else Retention(window, 0, self.rewind) for window in self._plan.groups.values()
+            Retention(rewind=self.rewind, page=self.page_size)
+            if name == OPEN
+            else limited
+            if window is None
+            else Retention(window, 0, self.rewind)
+            for name, window in self._plan.groups.items()
         ]
 
     def new_sequence(self, max_kv_size: int | None) -> PagedSequence:
@@ -243,6 +247,10 @@ class PagedSession:
             block_table.update(tables, changed)
             groups.append(GroupStep(tables, context_lens, query_lens, width, block_table))
             groups[-1].stepwise = rows[0].stepwise
+        if self._plan.opens:
+            opened = open_step(groups[-1])
+            for each in groups[:-1]:
+                each.open = opened
         step = Step(refs, width, rows[0].layers, groups)
         for row, count in zip(rows, query_lens, strict=True):
             row.step = step
@@ -260,6 +268,10 @@ class PagedSession:
             pages = pages_for(self, layer, keys, values)
             metadata = PagedKVMetadata(pages, step.groups[layer.group])
             if pages.packed:
+                if pages.open is not None:
+                    opened = PagedKVMetadata(pages.open, step.groups[-1])
+                    self.writer.write(opened, keys, values)
+                    metadata.open_pages = pages_to_read(opened, metadata.step.open, keys, values)
                 keys, values = pages.spec.encode(keys, values)
             self.writer.write(metadata, pages.before_write(keys), values)
         except BaseException:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .group_info import OPEN
+
 if TYPE_CHECKING:
     from .session import PagedSession
 
@@ -19,9 +21,9 @@ class PoolStats:
     ``pages_total`` is what the budget allows, ``pages_used`` what requests hold, ``pages_cached`` what only the prefix
     cache holds, ``pages_free`` the rest; ``pages_shared`` are held by more than one request. ``bytes_reserved`` is the
     size of the arrays, ``bytes_used`` the part of it in used pages, ``bytes_per_token`` what a token takes over all
-    layers. ``tokens`` counts each request's tokens, ``slots_filled`` the page slots that hold one (shared ones once),
-    of ``slots_used``; ``freed_slots`` and ``freed_filled`` add those of requests that have ended, as they were at their
-    end. The rest are counts since attach:
+    layers (without the open page of a request). ``tokens`` counts each request's tokens, ``slots_filled`` the page
+    slots that hold one (shared ones once), of ``slots_used``; ``freed_slots`` and ``freed_filled`` add those of
+    requests that have ended, as they were at their end. The rest are counts since attach:
     ``growths`` of pools, ``cow_copies`` of pages on write, ``page_moves`` within a pool so that its end could go to
     another one, ``evictions`` of cached pages, tokens of prompts that were found in the prefix cache
     (``prefix_hit_tokens``) and that had to be run (``prefix_missed_tokens``), and those that were stored but could not
@@ -86,7 +88,8 @@ def collect(session: PagedSession) -> PoolStats:
     cached = sum(pool.allocator.cached_only for pool in session.pools)
     used = sum(pool.allocator.used for pool in session.pools) - cached
     # What is left of the budget is given to the pools as they need it: with several, count it in the largest pages.
-    growable = min((pool.limit - pool.allocator.capacity for pool in session.pools), default=0)
+    keeping = [pool for pool in session.pools if pool.name != OPEN]
+    growable = min((pool.limit - pool.allocator.capacity for pool in keeping), default=0)
     total = sum(pool.allocator.capacity for pool in session.pools) + growable
     return PoolStats(
         pages_total=total,
@@ -97,7 +100,7 @@ def collect(session: PagedSession) -> PoolStats:
         bytes_total=session.budget.total,
         bytes_reserved=session.budget.reserved,
         bytes_used=bytes_used,
-        bytes_per_token=sum(pool.page_bytes // pool.page_size for pool in session.pools),
+        bytes_per_token=sum(pool.page_bytes // pool.page_size for pool in keeping),
         sequences=len(rows),
         tokens=sum(row.tokens for row in rows),
         slots_used=slots_used,

@@ -24,7 +24,8 @@ class GroupStep:
     """A step in one cache group: where its tokens go and what they may read. Arrays are made at first use.
 
     Row ``b`` has ``query_lens[b]`` new tokens and ``context_lens[b]`` with them; ``width`` is the number of query
-    tokens in the model's tensors (rows with fewer are padded on the right).
+    tokens in the model's tensors (rows with fewer are padded on the right). ``open`` is the same step in the pages
+    where tokens are read from until their page is full (None: there are none).
     """
 
     __slots__ = (
@@ -33,6 +34,7 @@ class GroupStep:
         "alone",
         "context_lens",
         "keep",
+        "open",
         "page_size",
         "query_lens",
         "stepwise",
@@ -60,6 +62,7 @@ class GroupStep:
         self.alone = len(tables) == 1 and query_lens[0] == width
         # Whether the tokens read as if they came one by one (drafts), where a size limit keeps the first tokens.
         self.stepwise = False
+        self.open: GroupStep | None = None
         self._table = table
         self._arrays: dict[object, Any] = {}
 
@@ -125,9 +128,14 @@ class GroupStep:
             slots: HostArray = pages[starts + positions // size] * size + positions % size
             return slots[:, None]
         slots = np.full((len(self.tables), self.width), -1, dtype=np.int32)
-        for row, start, context, query in zip(slots, starts, self.context_lens, self.query_lens, strict=True):
-            positions = np.arange(context - query, context, dtype=np.int32)
-            row[:query] = pages[start + positions // size] * size + positions % size
+        for row, start, context, query, table in zip(
+            slots, starts, self.context_lens, self.query_lens, self.tables, strict=True
+        ):
+            # An open page is kept of the last tokens only.
+            left_out = table.dropped * size - (context - query) if table.retention.page else 0
+            left_out = max(0, min(query, left_out))
+            positions = np.arange(context - query + left_out, context, dtype=np.int32)
+            row[left_out:query] = pages[start + positions // size] * size + positions % size
         return slots
 
     def _rows(self) -> BlockTable:

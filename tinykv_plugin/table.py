@@ -17,16 +17,25 @@ class Retention:
     """Which tokens of a sequence can still be read.
 
     ``window``: a query looks back on that many tokens, itself included (None: on all). ``keep``: the first tokens
-    stay whatever the window says. ``rewind``: tokens kept behind the window, so that a trim finds them.
+    stay whatever the window says. ``rewind``: tokens kept behind the window, so that a trim finds them. ``page``: only
+    the tokens of a query's own page of so many are read (0: no such limit); where a trim ends in a page that was
+    dropped, it can be made again from what other pages hold.
     """
 
     window: int | None = None
     keep: int = 0
     rewind: int = 0
+    page: int = 0
 
     def first_needed(self, tokens: int) -> int:
         """The oldest position (after the kept ones) that the token at position ``tokens`` can read."""
+        if self.page:
+            return tokens - tokens % self.page
         return 0 if self.window is None else max(0, tokens - max(1, self.window - self.keep) + 1)
+
+    def first_kept(self, tokens: int) -> int:
+        """The oldest position (after the kept ones) that is still there when the next token's is ``tokens``."""
+        return self.first_needed(max(0, tokens - self.rewind))
 
 
 class PageTable:
@@ -36,7 +45,18 @@ class PageTable:
     change it takes :meth:`owned` first. All changes are journaled.
     """
 
-    __slots__ = ("_allocator", "_journal", "dropped", "floor", "holders", "page_size", "pages", "retention", "revision")
+    __slots__ = (
+        "_allocator",
+        "_journal",
+        "dropped",
+        "floor",
+        "held_from",
+        "holders",
+        "page_size",
+        "pages",
+        "retention",
+        "revision",
+    )
 
     def __init__(self, allocator: PageAllocator, journal: Journal, page_size: int, retention: Retention) -> None:
         self._allocator = allocator
@@ -48,6 +68,8 @@ class PageTable:
         self.holders = 1
         # Logical pages before this one are dropped, but for those that hold kept tokens.
         self.dropped = 0
+        # Of those, pages from this one on may be there until the next step: see leave_out().
+        self.held_from = 0
         # Positions before this one were never filled (a cache loaded from a file that had dropped them).
         self.floor = 0
         # Counts changes other than appending pages and dropping old ones, for those who copy the table.
@@ -85,6 +107,7 @@ class PageTable:
         copy = PageTable(self._allocator, self._journal, self.page_size, self.retention)
         copy.pages = self.pages[:]
         copy.dropped = self.dropped
+        copy.held_from = self.held_from
         copy.floor = self.floor
         self._allocator.share(self.live_pages())
         self.holders -= 1
@@ -99,21 +122,52 @@ class PageTable:
 
     def drop_unreadable(self, tokens: int) -> None:
         """Free the pages that no token from position ``tokens`` on can read, nor a rewind within the margin."""
-        retention = self.retention
-        if retention.window is None:
-            return
-        last = max(0, retention.first_needed(tokens) - retention.rewind) // self.page_size
-        first = max(self.dropped, self.kept_pages)
+        last = self.retention.first_kept(tokens) // self.page_size
+        first = max(self.held_from, self.kept_pages)
         if last <= first:
             return
-        self._changed(self._undo_drop, first, self.pages[first:last], self.dropped)
-        self._allocator.release(self.pages[first:last])
+        pages = self.pages[first:last]
+        self._changed(self._undo_drop, first, pages, self.dropped, self.held_from)
+        self._allocator.release([page for page in pages if page >= 0])
         self.pages[first:last] = array("i", [-1]) * (last - first)
-        self.dropped = last
+        self.dropped = max(last, self.dropped)
+        self.held_from = last
+
+    def missing(self, tokens: int) -> int | None:
+        """The logical page in which ``tokens`` tokens end, if a trim has led back into it after it was dropped."""
+        logical = tokens // self.page_size
+        return logical if tokens % self.page_size and logical < len(self.pages) and self.pages[logical] < 0 else None
+
+    def put_back(self, page: int) -> None:
+        """Use ``page``, which the caller has allocated, for the one that is :meth:`missing`."""
+        assert self.dropped == len(self.pages)
+        self.revision += 1
+        self._changed(self._undo_put_back, self.floor, self.held_from)
+        self.pages[-1] = page
+        self.dropped -= 1
+        self.held_from = min(self.held_from, self.dropped)
+        self.floor = min(self.floor, self.dropped * self.page_size)
 
     def pages_to_add(self, tokens: int) -> int:
-        """New pages needed to hold ``tokens`` tokens."""
-        return max(0, -(-tokens // self.page_size) - len(self.pages))
+        """New pages needed to hold those of ``tokens`` tokens that are kept, at least the last one."""
+        return max(0, -(-tokens // self.page_size) - max(len(self.pages), self._first_written(tokens)))
+
+    def leave_out(self, tokens: int) -> None:
+        """Before :meth:`append`: list no pages for those of ``tokens`` tokens that nobody can read after this step.
+
+        Pages from before the step stay until the next one: it may break off.
+        """
+        first, length = self._first_written(tokens), len(self.pages)
+        if first > length:
+            self._changed(self._undo_leave_out, length, self.dropped)
+            self.pages.extend([-1] * (first - length))
+            self.dropped = first
+
+    def _first_written(self, tokens: int) -> int:
+        """The first logical page that has to be there after a step to ``tokens`` tokens."""
+        if not self.retention.page or not tokens:
+            return 0
+        return min(self.retention.first_kept(tokens), tokens - 1) // self.page_size
 
     def append(self, pages: list[int]) -> None:
         """Add pages that the caller has allocated."""
@@ -135,14 +189,14 @@ class PageTable:
         self._changed(self._undo_open)
         kept, first = self.kept_pages, floor // self.page_size
         self.pages = array("i", pages[:kept] + [-1] * max(0, first - kept) + pages[kept:])
-        self.dropped = first if first > kept else 0
+        self.dropped = self.held_from = first if first > kept else 0
         self.floor = floor
 
     def tail_shared(self, tokens: int) -> int | None:
         """The page that the token at position ``tokens`` is written to, if it exists and has other holders too."""
         logical = tokens // self.page_size
-        if logical < len(self.pages) and self._allocator.ref_count(self.pages[logical]) > 1:
-            return self.pages[logical]
+        if logical < len(self.pages) and self.pages[logical] >= 0:
+            return self.pages[logical] if self._allocator.ref_count(self.pages[logical]) > 1 else None
         return None
 
     def replace(self, logical: int, page: int) -> int:
@@ -173,10 +227,13 @@ class PageTable:
             return
         cut = self.pages[length:]
         self.revision += 1
-        self._changed(self._undo_truncate, cut, self.dropped)
+        self._changed(self._undo_truncate, cut, self.dropped, self.held_from)
         del self.pages[length:]
         self._allocator.release([page for page in cut if page >= 0])
         self.dropped = min(self.dropped, length)
+        self.held_from = min(self.held_from, length)
+        while self.dropped > self.held_from and self.pages[self.dropped - 1] >= 0:
+            self.dropped -= 1
 
     def check(self, tokens: int, capacity: int) -> None:
         """Raise InvariantError unless exactly the pages of ``tokens`` tokens are listed, dropped ones as -1."""
@@ -184,10 +241,12 @@ class PageTable:
             raise InvariantError(f"{len(self.pages)} pages of {self.page_size} for {tokens} tokens")
         kept = self.kept_pages
         for logical, page in enumerate(self.pages):
-            if (page == -1) != (kept <= logical < self.dropped) or not -1 <= page < capacity:
+            there = not kept <= logical < self.dropped or (page >= 0 and logical >= self.held_from)
+            if (page >= 0) != there or not -1 <= page < capacity:
                 raise InvariantError(f"logical page {logical} is {page}; {self.dropped} dropped, {kept} kept")
-        if tokens and self.first_position > self.retention.first_needed(tokens):
-            raise InvariantError(f"position {self.retention.first_needed(tokens)} can be read but was dropped")
+        needed = self.retention.first_needed(tokens)
+        if tokens and self.first_position > needed and self.missing(tokens) is None:
+            raise InvariantError(f"position {needed} can be read but was dropped")
 
     def _changed(self, undo: Callable[..., Any], *args: Any) -> None:
         assert self.holders == 1, "a shared table was changed"
@@ -200,17 +259,26 @@ class PageTable:
     def _undo_unshare(self) -> None:
         self.holders += 1
 
-    def _undo_drop(self, first: int, pages: array[int], dropped: int) -> None:
+    def _undo_drop(self, first: int, pages: array[int], dropped: int, held_from: int) -> None:
         self.pages[first : first + len(pages)] = pages
+        self.dropped, self.held_from = dropped, held_from
+
+    def _undo_leave_out(self, length: int, dropped: int) -> None:
+        del self.pages[length:]
         self.dropped = dropped
 
     def _undo_open(self) -> None:
         self.pages = array("i")
-        self.dropped = self.floor = 0
+        self.dropped = self.held_from = self.floor = 0
+
+    def _undo_put_back(self, floor: int, held_from: int) -> None:
+        self.pages[-1] = -1
+        self.dropped += 1
+        self.floor, self.held_from = floor, held_from
 
     def _undo_append(self, length: int) -> None:
         del self.pages[length:]
 
-    def _undo_truncate(self, pages: array[int], dropped: int) -> None:
+    def _undo_truncate(self, pages: array[int], dropped: int, held_from: int) -> None:
         self.pages.extend(pages)
-        self.dropped = dropped
+        self.dropped, self.held_from = dropped, held_from

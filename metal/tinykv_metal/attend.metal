@@ -6,6 +6,8 @@
 // What registers don't hold is divided: each of SETS sets of simdgroups has PASS vectors. Then TILE tokens at a time
 // are read into threadgroup memory, once for all sets.
 // With WHOLE there is one part, and `out` is the result; otherwise `out` and `stats` are what reduce.metal needs.
+// With OPEN a query reads the tokens of its own page from the open pages, which aren't packed: after the other tokens of
+// the part, by a loop of their own.
 
 constexpr int VECTORS = GROUP * QUERIES;
 constexpr int PASSES = (VECTORS + SETS * PASS - 1) / (SETS * PASS);
@@ -34,6 +36,7 @@ const int context_len = rows[4 * row];
 const int query_len = rows[4 * row + 1];
 const int low = rows[4 * row + 2];  // no query of this row sees a token in [keep, low)
 const int start = rows[4 * row + 3];  // of its page ids
+const int open_start = open_starts[row];
 const int window = extent[0];       // 0: none
 const int keep = extent[1];
 const int part = extent[2] + threadgroup_position_in_grid.x;
@@ -65,130 +68,152 @@ if (begin >= keep) {
   begin = max(begin, low / TOKENS * TOKENS);  // skipped, not masked
 }
 
-for (int tile = begin; tile < end; tile += TILE) {
-  if (tile + TILE <= low && tile >= keep) {
-    continue;
-  }
-  if (SETS > 1) {
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // everyone is done with the last tile
-    UNROLL for (int item = 0; item < 2 * TILE; item += SIMDGROUPS) {
-      const int u = (item + simdgroup) / 2;
-      const int position = tile + u;
-      if (in_reach(position, end, low, keep)) {
-        const int page = page_ids[start + position / PAGE];
-        if (simdgroup % 2 == 0) {
-          const int64_t key = token_offset(page, kv_head, position % PAGE, kv_heads, PAGE, K_ROW);
-          float x[K_SIZE];
-          Row<K_DIM, K_BITS, K_GROUP, K_SCALE>::load(key_pages + key, lane, x);
-          UNROLL for (int i = 0; i < K_SIZE; i++) {
-            scratch[(u * K_SIZE + i) * 32 + lane] = x[i];
-          }
-        } else {
-          const int64_t value = token_offset(page, kv_head, position % PAGE, kv_heads, PAGE, V_ROW);
-          float x[V_SIZE];
-          Row<V_DIM, V_BITS, V_GROUP, V_SCALE>::load(value_pages + value, lane, x);
-          UNROLL for (int i = 0; i < V_SIZE; i++) {
-            scratch[(TILE * K_SIZE + u * V_SIZE + i) * 32 + lane] = x[i];
-          }
-        }
-      }
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-  }
-  for (int first = tile + simdgroup % MEMBERS * TOKENS; first < min(tile + TILE, end); first += MEMBERS * TOKENS) {
-    if (first + TOKENS <= low && first >= keep) {
+for (int form = 0; form < (OPEN ? 2 : 1); form++) {
+  const bool opened = OPEN && form == 1;
+  // The first query's own page begins the open ones, the last one's ends the others.
+  const int from = opened ? max(begin, (context_len - query_len) / PAGE * PAGE) : begin;
+  const int stop = OPEN && !opened ? min(end, (context_len - 1) / PAGE * PAGE) : end;
+  for (int tile = from; tile < stop; tile += TILE) {
+    if (tile + TILE <= low && tile >= keep) {
       continue;
     }
-    const int page = SETS > 1 ? 0 : page_ids[start + first / PAGE];
-    const int64_t key = token_offset(page, kv_head, first % PAGE, kv_heads, PAGE, K_ROW);
-    const int64_t value = token_offset(page, kv_head, first % PAGE, kv_heads, PAGE, V_ROW);
-
-    // All loads before the first sum, so that they overlap.
-    float k[TOKENS * K_SIZE];
-    UNROLL for (int u = 0; u < TOKENS; u++) {
-      if (in_reach(first + u, end, low, keep)) {
-        if (SETS > 1) {
-          UNROLL for (int i = 0; i < K_SIZE; i++) {
-            k[u * K_SIZE + i] = scratch[((first - tile + u) * K_SIZE + i) * 32 + lane];
-          }
-        } else {
-          Row<K_DIM, K_BITS, K_GROUP, K_SCALE>::load(key_pages + key + u * K_ROW, lane, k + u * K_SIZE);
-        }
-      }
-    }
-
-    float score[PASS * TOKENS];
-    UNROLL for (int u = 0; u < TOKENS; u++) {
-      const int position = first + u;
-      const bool held = in_reach(position, end, low, keep);
-      UNROLL for (int v = 0; v < PASS; v++) {
-        float s = -INFINITY;
-        if (held) {
-          float products = 0.0f;
-          UNROLL for (int i = 0; i < K_SIZE; i++) {
-            products += q[v * K_SIZE + i] * k[u * K_SIZE + i];
-          }
-          s = simd_sum(products);
-          if (SOFTCAP) {
-            s = softcap * precise::tanh(s / softcap);
-          }
-          const int vector = first_vector + v;
-          const int query = vector % QUERIES;
-          const int own = context_len - query_len + query;
-          bool seen = vector < VECTORS && query < query_len;
-          if (CAUSAL) {
-            seen = seen && position <= own;
-          }
-          if (WINDOW) {
-            seen = seen && (position > own - (window - keep) || position < keep || own < window);
-          }
-          if (MASK != 0 && seen) {
-            const int64_t at = row * mask_strides[0] + (kv_head * GROUP + vector / QUERIES) * mask_strides[1] +
-                query * mask_strides[2] + position * mask_strides[3];
-            if (MASK == 1) {
-              seen = float(mask[at]) != 0.0f;
+    if (SETS > 1) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);  // everyone is done with the last tile
+      UNROLL for (int item = 0; item < 2 * TILE; item += SIMDGROUPS) {
+        const int u = (item + simdgroup) / 2;
+        const int position = tile + u;
+        if (in_reach(position, stop, low, keep)) {
+          const int page = opened ? open_page_ids[open_start + position / PAGE] : page_ids[start + position / PAGE];
+          if (simdgroup % 2 == 0) {
+            const int64_t key = token_offset(page, kv_head, position % PAGE, kv_heads, PAGE, opened ? K_DIM : K_ROW);
+            float x[K_SIZE];
+            if (opened) {
+              load_token<K_DIM>(open_key_pages + key, lane, x);
             } else {
-              s += float(mask[at]);
+              Row<K_DIM, K_BITS, K_GROUP, K_SCALE>::load(key_pages + key, lane, x);
+            }
+            UNROLL for (int i = 0; i < K_SIZE; i++) {
+              scratch[(u * K_SIZE + i) * 32 + lane] = x[i];
+            }
+          } else {
+            const int64_t value = token_offset(page, kv_head, position % PAGE, kv_heads, PAGE, opened ? V_DIM : V_ROW);
+            float x[V_SIZE];
+            if (opened) {
+              load_token<V_DIM>(open_value_pages + value, lane, x);
+            } else {
+              Row<V_DIM, V_BITS, V_GROUP, V_SCALE>::load(value_pages + value, lane, x);
+            }
+            UNROLL for (int i = 0; i < V_SIZE; i++) {
+              scratch[(TILE * K_SIZE + u * V_SIZE + i) * 32 + lane] = x[i];
             }
           }
-          if (!seen) {
-            s = -INFINITY;
+        }
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    for (int first = tile + simdgroup % MEMBERS * TOKENS; first < min(tile + TILE, stop); first += MEMBERS * TOKENS) {
+      if (first + TOKENS <= low && first >= keep) {
+        continue;
+      }
+      const int page =
+          SETS > 1 ? 0 : opened ? open_page_ids[open_start + first / PAGE] : page_ids[start + first / PAGE];
+      const int64_t key = token_offset(page, kv_head, first % PAGE, kv_heads, PAGE, opened ? K_DIM : K_ROW);
+      const int64_t value = token_offset(page, kv_head, first % PAGE, kv_heads, PAGE, opened ? V_DIM : V_ROW);
+
+      // All loads before the first sum, so that they overlap.
+      float k[TOKENS * K_SIZE];
+      UNROLL for (int u = 0; u < TOKENS; u++) {
+        if (in_reach(first + u, stop, low, keep)) {
+          if (SETS > 1) {
+            UNROLL for (int i = 0; i < K_SIZE; i++) {
+              k[u * K_SIZE + i] = scratch[((first - tile + u) * K_SIZE + i) * 32 + lane];
+            }
+          } else if (opened) {
+            load_token<K_DIM>(open_key_pages + key + u * K_DIM, lane, k + u * K_SIZE);
+          } else {
+            Row<K_DIM, K_BITS, K_GROUP, K_SCALE>::load(key_pages + key + u * K_ROW, lane, k + u * K_SIZE);
           }
         }
-        score[v * TOKENS + u] = s;
       }
-    }
 
-    UNROLL for (int v = 0; v < PASS; v++) {
-      float higher = top[v];
+      float score[PASS * TOKENS];
       UNROLL for (int u = 0; u < TOKENS; u++) {
-        higher = max(higher, score[v * TOKENS + u]);
-      }
-      const float factor = softmax_factor(top[v], higher);
-      sum[v] *= factor;
-      UNROLL for (int i = 0; i < V_SIZE; i++) {
-        o[v * V_SIZE + i] *= factor;
-      }
-      UNROLL for (int u = 0; u < TOKENS; u++) {
-        score[v * TOKENS + u] = softmax_factor(score[v * TOKENS + u], higher);
-        sum[v] += score[v * TOKENS + u];
-      }
-      top[v] = higher;
-    }
-
-    UNROLL for (int u = 0; u < TOKENS; u++) {
-      if (in_reach(first + u, end, low, keep)) {
-        float x[V_SIZE];
-        if (SETS > 1) {
-          UNROLL for (int i = 0; i < V_SIZE; i++) {
-            x[i] = scratch[(TILE * K_SIZE + (first - tile + u) * V_SIZE + i) * 32 + lane];
-          }
-        } else {
-          Row<V_DIM, V_BITS, V_GROUP, V_SCALE>::load(value_pages + value + u * V_ROW, lane, x);
-        }
+        const int position = first + u;
+        const bool held = in_reach(position, stop, low, keep);
         UNROLL for (int v = 0; v < PASS; v++) {
-          UNROLL for (int i = 0; i < V_SIZE; i++) {
-            o[v * V_SIZE + i] += score[v * TOKENS + u] * x[i];
+          float s = -INFINITY;
+          if (held) {
+            float products = 0.0f;
+            UNROLL for (int i = 0; i < K_SIZE; i++) {
+              products += q[v * K_SIZE + i] * k[u * K_SIZE + i];
+            }
+            s = simd_sum(products);
+            if (SOFTCAP) {
+              s = softcap * precise::tanh(s / softcap);
+            }
+            const int vector = first_vector + v;
+            const int query = vector % QUERIES;
+            const int own = context_len - query_len + query;
+            bool seen = vector < VECTORS && query < query_len;
+            if (CAUSAL) {
+              seen = seen && position <= own;
+            }
+            if (OPEN) {
+              seen = seen && (position >= own / PAGE * PAGE) == opened;
+            }
+            if (WINDOW) {
+              seen = seen && (position > own - (window - keep) || position < keep || own < window);
+            }
+            if (MASK != 0 && seen) {
+              const int64_t at = row * mask_strides[0] + (kv_head * GROUP + vector / QUERIES) * mask_strides[1] +
+                  query * mask_strides[2] + position * mask_strides[3];
+              if (MASK == 1) {
+                seen = float(mask[at]) != 0.0f;
+              } else {
+                s += float(mask[at]);
+              }
+            }
+            if (!seen) {
+              s = -INFINITY;
+            }
+          }
+          score[v * TOKENS + u] = s;
+        }
+      }
+
+      UNROLL for (int v = 0; v < PASS; v++) {
+        float higher = top[v];
+        UNROLL for (int u = 0; u < TOKENS; u++) {
+          higher = max(higher, score[v * TOKENS + u]);
+        }
+        const float factor = softmax_factor(top[v], higher);
+        sum[v] *= factor;
+        UNROLL for (int i = 0; i < V_SIZE; i++) {
+          o[v * V_SIZE + i] *= factor;
+        }
+        UNROLL for (int u = 0; u < TOKENS; u++) {
+          score[v * TOKENS + u] = softmax_factor(score[v * TOKENS + u], higher);
+          sum[v] += score[v * TOKENS + u];
+        }
+        top[v] = higher;
+      }
+
+      UNROLL for (int u = 0; u < TOKENS; u++) {
+        if (in_reach(first + u, stop, low, keep)) {
+          float x[V_SIZE];
+          if (SETS > 1) {
+            UNROLL for (int i = 0; i < V_SIZE; i++) {
+              x[i] = scratch[(TILE * K_SIZE + (first - tile + u) * V_SIZE + i) * 32 + lane];
+            }
+          } else if (opened) {
+            load_token<V_DIM>(open_value_pages + value + u * V_DIM, lane, x);
+          } else {
+            Row<V_DIM, V_BITS, V_GROUP, V_SCALE>::load(value_pages + value + u * V_ROW, lane, x);
+          }
+          UNROLL for (int v = 0; v < PASS; v++) {
+            UNROLL for (int i = 0; i < V_SIZE; i++) {
+              o[v * V_SIZE + i] += score[v * TOKENS + u] * x[i];
+            }
           }
         }
       }

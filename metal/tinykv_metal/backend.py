@@ -27,7 +27,7 @@ class MetalBackend:
     name = "metal"
     direct = True
     priority = 10
-    features = frozenset({"softcap", "keys_only"})
+    features = frozenset({"softcap", "keys_only", "open_page"})
     reads_quantized = True
 
     @functools.cached_property
@@ -98,7 +98,10 @@ class MetalBackend:
         or added to the scores, has a column for each position of the longest row at least. ``softcap`` c makes
         scores ``c * tanh(score / c)``, before the mask.
         """
-        output, metadata.pages.last_read = self.kernels.attend(queries, metadata, scale, mask, sinks, softcap)
+        output, token = self.kernels.attend(queries, metadata, scale, mask, sinks, softcap)
+        metadata.pages.last_read = token
+        if metadata.open is not None:
+            metadata.open.pages.last_read = token
         return output
 
     def _copy_out(

@@ -25,6 +25,7 @@ SOURCES = ("common", "attend", "reduce", "write", "copy", "gather")
 _TOKEN = ((1,), mx.int32)
 _POOLS = ("key_pages", "value_pages")
 _AFTER = ("written", "last_read")
+_OPEN = ("open_key_pages", "open_value_pages", "open_page_ids", "open_starts", "open_written", "open_last_read")
 _MOST_THREADS = 256
 
 
@@ -34,7 +35,7 @@ class Kernels:
     def __init__(self) -> None:
         self._attend = Kernel(
             "attend",
-            ["queries", *_POOLS, "page_ids", "rows", "extent", "numbers", "mask", "sinks", *_AFTER],
+            ["queries", *_POOLS, "page_ids", "rows", "extent", "numbers", "mask", "sinks", *_AFTER, *_OPEN],
             ["out", "stats", "token"],
         )
         self._reduce = Kernel("reduce", ["partial", "stats", "sinks"], ["out"])
@@ -118,7 +119,7 @@ class Kernels:
         softcap: float | None,
     ) -> tuple[mx.array, mx.array]:
         """Attention ``(batch, query_heads, tokens, value_dim)`` in the dtype of ``queries``, and the token."""
-        pages, spec = metadata.pages, metadata.pages.spec
+        pages, spec, opened = metadata.pages, metadata.pages.spec, metadata.open
         key_pages, value_pages = _pools(pages)
         batch, heads, width, _ = queries.shape
         kind, array = _mask(mask, (batch, heads, width))
@@ -126,7 +127,7 @@ class Kernels:
         causal = width > 1 and mask is not None and not kind
         variant = variant_of(
             spec.key_dim, spec.value_dim, pages.page_size, heads // spec.kv_heads, width,
-            causal, bool(window), sinks is not None, bool(softcap), kind,
+            causal, bool(window), sinks is not None, bool(softcap), kind, opened is not None,
         )  # fmt: skip
         rows, extent, parts = metadata.step.cached(
             ("metal rows", window, keep), lambda: _token_rows(metadata, window, keep)
@@ -136,7 +137,7 @@ class Kernels:
         sinks_or_none = self._absent if sinks is None else sinks
         out, stats, token = self._attend(
             queries, key_pages, value_pages, self._page_ids(metadata), rows, extent, self._number_array(scale, softcap),
-            self._absent if array is None else array, sinks_or_none, *self._after(pages),
+            self._absent if array is None else array, sinks_or_none, *self._after(pages), *self._open(pages, opened),
             template=[
                 ("T", queries.dtype if whole else mx.float32), ("WHOLE", whole), *variant.constants,
                 *_storage("K", spec.keys, pages.shape(1)[0][3], spec.dtype),
@@ -161,6 +162,13 @@ class Kernels:
                 outputs=[((batch, heads, width, spec.value_dim), queries.dtype)],
             )  # fmt: skip
         return out, token
+
+    def _open(self, pages: LayerPages, opened: PagedKVMetadata | None) -> list[mx.array]:
+        """The inputs of open pages; where there are none, other pools stand for them, which must be large ones."""
+        if opened is None:
+            return [*_pools(pages), *(4 * [self._absent])]
+        starts = opened.step.cached("metal starts", lambda: _int32(opened.step.host_row_starts()))
+        return [*_pools(opened.pages), self._page_ids(opened), starts, *self._after(opened.pages)]
 
     def _after(self, pages: LayerPages) -> list[mx.array]:
         return [self._absent if token is None else token for token in (pages.written, pages.last_read)]

@@ -30,6 +30,10 @@ def reasons(request: AttentionRequest) -> list[str]:
         found.append(f"keep={request.keep} with {request.query_len} query tokens per row (one is supported)")
     if request.mask == "array" and request.window is not None:
         found.append("an array as mask together with a window")
+    if request.open_page and request.query_len > 1 and request.mask != "causal":
+        found.append(f"open pages with {request.query_len} query tokens per row that aren't causal")
+    if request.open_page and request.keep > request.page_size:
+        found.append(f"open pages of {request.page_size} tokens with keep={request.keep}")
     if request.window is not None and request.window <= request.keep:
         found.append(f"window {request.window} is not more than keep={request.keep}")
     return found

@@ -48,7 +48,7 @@ class Division:
 class Variant:
     """What an attention call needs of a kernel, as far as it is compiled in.
 
-    ``mask``: 0 none, 1 boolean, 2 added.
+    ``mask``: 0 none, 1 boolean, 2 added. ``open``: the tokens of a query's own page are read from other pages.
     """
 
     key_dim: int
@@ -61,6 +61,7 @@ class Variant:
     sinks: bool = False
     softcap: bool = False
     mask: int = 0
+    open: bool = False
 
     @functools.cached_property
     def vectors(self) -> int:
@@ -122,6 +123,7 @@ class Variant:
             ("SINKS", self.sinks),
             ("SOFTCAP", self.softcap),
             ("MASK", self.mask),
+            ("OPEN", self.open),
         ]
 
 

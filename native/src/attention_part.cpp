@@ -50,17 +50,21 @@ Partial PartWorker::own(int which) {
 void PartWorker::attend(const Attention& attention, const Unit& unit, int n, const Partial& partial,
                         const NextPart& next) {
   // The tokens of this part that any of the queries sees
+  const bool open = unit.is_open(n);
+  const Visible& seen = unit.sight(n).seen;
   const int start = unit.part(n) * kPart, stop = start + kPart;
-  const int kept = std::clamp(unit.seen.kept, start, stop);
-  const int begin = std::max(start, unit.seen.begin), end = std::min(stop, unit.seen.end);
-  int tokens = list_tokens(attention, unit, start, kept, 0);
-  tokens = list_tokens(attention, unit, begin, end, tokens);
+  const int kept = std::clamp(seen.kept, start, stop);
+  const int begin = std::max(start, seen.begin), end = std::min(stop, seen.end);
+  int tokens = list_tokens(attention, unit, open, start, kept, 0);
+  tokens = list_tokens(attention, unit, open, begin, end, tokens);
 
   // Behind them the first of the next part, which is fetched while the last of this one are read
   int listed = tokens;
   if (next.unit != nullptr) {
-    const int first = std::max(next.unit->part(next.n) * kPart, next.unit->seen.begin);
-    listed = list_tokens(attention, *next.unit, first, std::min(first + kBlock, next.unit->seen.end), tokens);
+    const Visible& following = next.unit->sight(next.n).seen;
+    const int first = std::max(next.unit->part(next.n) * kPart, following.begin);
+    const int last = std::min(first + kBlock, following.end);
+    listed = list_tokens(attention, *next.unit, next.unit->is_open(next.n), first, last, tokens);
   }
   for (; listed < tokens + kBlock; ++listed) {
     keys_[listed] = listed > 0 ? keys_[listed - 1] : nullptr;
@@ -68,7 +72,7 @@ void PartWorker::attend(const Attention& attention, const Unit& unit, int n, con
   }
 
   // Which of them each query sees
-  limit_rows(attention, unit, begin, tokens);
+  limit_rows(attention, unit, open, begin, tokens);
   if (attention.mask != MaskKind::none) {
     grow(bias_, size_t(rows_) * kPart);
     read_mask(attention, unit, start, kept, 0);
@@ -80,8 +84,9 @@ void PartWorker::attend(const Attention& attention, const Unit& unit, int n, con
   part.rows = rows_;
   part.key_dim = attention.key_dim;
   part.value_dim = attention.value_dim;
-  part.key_format = attention.key_format;
-  part.value_format = attention.value_format;
+  const Store& store = open ? attention.open : attention.closed;
+  part.key_format = store.key_format;
+  part.value_format = store.value_format;
   part.keys = keys_;
   part.values = values_;
   part.tokens = tokens;
@@ -94,16 +99,17 @@ void PartWorker::attend(const Attention& attention, const Unit& unit, int n, con
 }
 
 // Appends pointers to the keys and values of positions [begin, end) after the first `count`; returns the new count.
-int PartWorker::list_tokens(const Attention& attention, const Unit& unit, int begin, int end, int count) {
+int PartWorker::list_tokens(const Attention& attention, const Unit& unit, bool open, int begin, int end, int count) {
+  const Store& store = open ? attention.open : attention.closed;
   const int page_size = attention.page_size;
-  const int32_t* table = attention.pages_of(unit.row);
-  const size_t key_bytes = attention.key_format.row_bytes(attention.key_dim);
-  const size_t value_bytes = attention.value_format.row_bytes(attention.value_dim);
+  const int32_t* table = store.pages_of(unit.row);
+  const size_t key_bytes = store.key_format.row_bytes(attention.key_dim);
+  const size_t value_bytes = store.value_format.row_bytes(attention.value_dim);
   for (int position = begin; position < end;) {
     const int offset = position % page_size, run = std::min(end - position, page_size - offset);
     const size_t slot = (size_t(table[position / page_size]) * attention.kv_heads + unit.kv_head) * page_size + offset;
-    const char* key = attention.keys + slot * key_bytes;
-    const char* value = attention.values + slot * value_bytes;
+    const char* key = store.keys + slot * key_bytes;
+    const char* value = store.values + slot * value_bytes;
     for (int i = 0; i < run; ++i, key += key_bytes, value += value_bytes) {
       keys_[count + i] = key;
       values_[count + i] = value;
@@ -115,12 +121,12 @@ int PartWorker::list_tokens(const Attention& attention, const Unit& unit, int be
 }
 
 // Sets each row's range among the listed tokens, the first of which (the first not kept) is at position `begin`.
-void PartWorker::limit_rows(const Attention& attention, const Unit& unit, int begin, int tokens) {
+void PartWorker::limit_rows(const Attention& attention, const Unit& unit, bool open, int begin, int tokens) {
   const int heads = attention.rows_per_token();
   for (int token = 0; token < unit.tokens; ++token) {
     int first = 0, last = tokens;
     if (unit.tokens > 1) {
-      const Visible seen = visible(attention, unit.row, unit.first_token + token);
+      const Visible seen = visible_in(attention, open, unit.row, unit.first_token + token);
       first = seen.begin - begin;
       last = seen.end - begin;
     }

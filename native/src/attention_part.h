@@ -37,8 +37,8 @@ class PartWorker {
   const char* keys_[kPart + kBlock];
   const char* values_[kPart + kBlock];
 
-  int list_tokens(const Attention& attention, const Unit& unit, int begin, int end, int count);
-  void limit_rows(const Attention& attention, const Unit& unit, int begin, int tokens);
+  int list_tokens(const Attention& attention, const Unit& unit, bool open, int begin, int end, int count);
+  void limit_rows(const Attention& attention, const Unit& unit, bool open, int begin, int tokens);
   void read_mask(const Attention& attention, const Unit& unit, int begin, int end, int column);
 };
 

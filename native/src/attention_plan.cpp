@@ -9,6 +9,26 @@ namespace {
 // Query rows of a unit when there are many queries: a multiple of the kernels' tile of 6 for the usual head counts.
 constexpr int kUnitRows = 72;
 
+int parts_up_to(int position) {
+  return (position + kPart - 1) / kPart;
+}
+
+Sight sight_of(const Attention& attention, bool open, const Unit& unit) {
+  const Visible first = visible_in(attention, open, unit.row, unit.first_token);
+  const Visible last = visible_in(attention, open, unit.row, unit.first_token + unit.tokens - 1);
+  Sight sight;
+  sight.seen = {first.kept, first.begin, last.end};
+  sight.kept_parts = parts_up_to(first.kept);
+  sight.first_part = std::max(first.begin / kPart, sight.kept_parts);
+  sight.parts = sight.kept_parts;
+  if (first.begin < last.end) sight.parts += std::max(0, parts_up_to(last.end) - sight.first_part);
+  return sight;
+}
+
+int tokens_of(const Sight& sight) {
+  return sight.seen.kept + std::max(0, sight.seen.end - sight.seen.begin);
+}
+
 }  // namespace
 
 Plan plan(const Attention& attention) {
@@ -28,18 +48,14 @@ Plan plan(const Attention& attention) {
       unit.row = row;
       unit.first_token = tile * most_tokens;
       unit.tokens = std::min(most_tokens, queries - unit.first_token);
-      const Visible first = visible(attention, row, unit.first_token);
-      const Visible last = visible(attention, row, unit.first_token + unit.tokens - 1);
-      unit.seen = {first.kept, first.begin, last.end};
-      unit.kept_parts = (first.kept + kPart - 1) / kPart;
-      unit.first_part = std::max(first.begin / kPart, unit.kept_parts);
-      unit.parts = unit.kept_parts + std::max(0, (last.end + kPart - 1) / kPart - unit.first_part);
+      unit.closed = sight_of(attention, false, unit);
+      if (attention.opens) unit.open = sight_of(attention, true, unit);
       for (unit.kv_head = 0; unit.kv_head < attention.kv_heads; ++unit.kv_head) plan.units.push_back(unit);
 
       const int rows = heads * unit.tokens;
       plan.most_rows = std::max(plan.most_rows, rows);
-      plan.parts += unit.parts * attention.kv_heads;
-      plan.operations += 2.0 * rows * attention.kv_heads * (first.kept + last.end - first.begin) *
+      plan.parts += unit.parts() * attention.kv_heads;
+      plan.operations += 2.0 * rows * attention.kv_heads * (tokens_of(unit.closed) + tokens_of(unit.open)) *
                          (attention.key_dim + attention.value_dim);
     }
   }

@@ -72,10 +72,10 @@ void zero_padding(const Attention& attention) {
 void run_unit(const Attention& attention, const Unit& unit, const NextPart& following) {
   PartWorker& mine = worker();
   mine.open(attention, unit);
-  auto after = [&](int n) { return n + 1 < unit.parts ? NextPart{&unit, n + 1} : following; };
+  auto after = [&](int n) { return n + 1 < unit.parts() ? NextPart{&unit, n + 1} : following; };
   const Partial total = mine.own(0);
   mine.attend(attention, unit, 0, total, after(0));
-  for (int n = 1; n < unit.parts; ++n) {
+  for (int n = 1; n < unit.parts(); ++n) {
     const Partial more = mine.own(1);
     mine.attend(attention, unit, n, more, after(n));
     kernels().merge(attention.rows_per_token() * unit.tokens, attention.value_dim, total, more);
@@ -110,7 +110,7 @@ void run_parts(const Attention& attention, const Plan& plan) {
   std::vector<int> first_part;  // of each unit, among all parts
   int parts = 0;
   for (int unit = 0; unit < int(plan.units.size()); ++unit) {
-    const int end = plan.units[unit].parts;
+    const int end = plan.units[unit].parts();
     first_part.push_back(parts);
     for (int first = 0; first < end; first += run) items.push_back({unit, first, std::min(first + run, end)});
     parts += end;
@@ -138,8 +138,8 @@ void run_parts(const Attention& attention, const Plan& plan) {
         worker().attend(attention, unit, n, partial(n), n + 1 < item.last ? NextPart{&unit, n + 1} : following);
       }
       const int count = item.last - item.first;
-      if (done[item.unit].fetch_add(count, std::memory_order_acq_rel) + count < unit.parts) return;
-      for (int n = 1; n < unit.parts; ++n) kernels().merge(rows, attention.value_dim, partial(0), partial(n));
+      if (done[item.unit].fetch_add(count, std::memory_order_acq_rel) + count < unit.parts()) return;
+      for (int n = 1; n < unit.parts(); ++n) kernels().merge(rows, attention.value_dim, partial(0), partial(n));
       store(attention, unit, partial(0));
     });
   });

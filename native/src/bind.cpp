@@ -26,6 +26,15 @@ static Packing packing(const std::optional<PackingNumbers>& numbers) {
   return {bits, group_size, dim, dtype};
 }
 
+// Key pages, value pages, block table, row starts, and what must have happened before: written, last_read.
+using OpenRows = std::tuple<mx::array, mx::array, mx::array, OptionalArray, OptionalArray, OptionalArray>;
+
+static std::optional<Rows> rows_of(const std::optional<OpenRows>& open) {
+  if (!open) return {};
+  const auto& [keys, values, block_table, row_starts, written, last_read] = *open;
+  return Rows{{keys, values, written, last_read}, block_table, row_starts};
+}
+
 NB_MODULE(_ext, m) {
   m.attr("built_for") = std::to_string(MLX_VERSION_MAJOR) + "." + std::to_string(MLX_VERSION_MINOR) + "." +
                         std::to_string(MLX_VERSION_PATCH);
@@ -39,14 +48,16 @@ NB_MODULE(_ext, m) {
          bool causal, int window, int keep, float softcap, const std::optional<PackingNumbers>& keys,
          const std::optional<PackingNumbers>& values, const OptionalArray& row_starts,
          const OptionalArray& mask, const OptionalArray& sinks, const OptionalArray& written,
-         const OptionalArray& last_read) {
-        return attend({key_pages, value_pages, written, last_read}, queries, block_table, context_lens, query_lens,
-                      row_starts, mask, sinks, {scale, causal, window, keep, softcap, packing(keys), packing(values)});
+         const OptionalArray& last_read, const std::optional<OpenRows>& open) {
+        return attend({{key_pages, value_pages, written, last_read}, block_table, row_starts}, rows_of(open), queries,
+                      context_lens, query_lens, mask, sinks,
+                      {scale, causal, window, keep, softcap, packing(keys), packing(values)});
       },
       "queries"_a, "key_pages"_a, "value_pages"_a, "block_table"_a, "context_lens"_a, "query_lens"_a, nb::kw_only(),
       "scale"_a, "causal"_a = false, "window"_a = 0, "keep"_a = 0, "softcap"_a = 0.0f, "keys"_a.none() = nb::none(),
       "values"_a.none() = nb::none(), "row_starts"_a.none() = nb::none(), "mask"_a.none() = nb::none(),
-      "sinks"_a.none() = nb::none(), "written"_a.none() = nb::none(), "last_read"_a.none() = nb::none());
+      "sinks"_a.none() = nb::none(), "written"_a.none() = nb::none(), "last_read"_a.none() = nb::none(),
+      "open"_a.none() = nb::none());
   m.def(
       "write_pages",
       [](const mx::array& key_pages, const mx::array& value_pages, const mx::array& slot_mapping, const mx::array& keys,

@@ -40,12 +40,20 @@ struct AttentionOptions {
   Packing values = {};
 };
 
-// The pages of row r are row r of block_table or, with row_starts, where these say in a block_table of one axis.
+// Pages, and which of them each row of a batch has: row r of block_table or, with row_starts, from where these say on in
+// a block_table of one axis.
+struct Rows {
+  Pages pages;
+  mx::array block_table;
+  std::optional<mx::array> row_starts;
+};
+
+// With `open` the tokens of a query's own page are read from there, where they aren't packed, and all others from `rows`.
 // Returns the output, (batch, query_heads, query_len, value_dim) in the dtype of the queries, and a token.
 std::pair<mx::array, mx::array> attend(
-    const Pages& pages, const mx::array& queries, const mx::array& block_table, const mx::array& context_lens,
-    const mx::array& query_lens, const std::optional<mx::array>& row_starts, const std::optional<mx::array>& mask,
-    const std::optional<mx::array>& sinks, const AttentionOptions& options);
+    const Rows& rows, const std::optional<Rows>& open, const mx::array& queries, const mx::array& context_lens,
+    const mx::array& query_lens, const std::optional<mx::array>& mask, const std::optional<mx::array>& sinks,
+    const AttentionOptions& options);
 
 // Each returns a token. Waits for reads of the pages so far, as it overwrites what they may need.
 mx::array write_pages(

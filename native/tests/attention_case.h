@@ -30,6 +30,7 @@ struct Case {
   int key_bits = 0;
   int value_bits = 0;
   int group_size = 64;
+  bool open = false;
 
   Format keys() const { return {dtype, key_bits, key_bits ? group_size : 0}; }
   Format values() const { return {dtype, value_bits, value_bits ? group_size : 0}; }
@@ -38,8 +39,8 @@ struct Case {
 // A case's arrays, in heap memory of exactly their size; slots without a token are NaN.
 struct Memory {
   Attention attention;
-  std::vector<char> queries, keys, values, out;
-  std::vector<int32_t> table, contexts, query_lens;
+  std::vector<char> queries, keys, values, open_keys, open_values, out;
+  std::vector<int32_t> table, open_table, contexts, query_lens;
   std::vector<float> sinks, additive;
   std::vector<uint8_t> boolean;
 
@@ -82,30 +83,47 @@ inline Memory::Memory(const Case& c) {
   std::iota(ids.begin(), ids.end(), 0);
   std::shuffle(ids.begin(), ids.end(), std::mt19937(7));
 
-  const size_t key_bytes = c.keys().row_bytes(c.key_dim), value_bytes = c.values().row_bytes(c.value_dim);
-  keys.resize(size_t(pages) * c.kv_heads * c.page_size * key_bytes);
-  values.resize(size_t(pages) * c.kv_heads * c.page_size * value_bytes);
-  poison(keys);
-  poison(values);
+  const size_t slots = size_t(pages) * c.kv_heads * c.page_size;
+  const Format full{c.dtype};
+  for (const bool open : {false, true}) {
+    if (open && !c.open) continue;
+    (open ? open_keys : keys).resize(slots * (open ? full : c.keys()).row_bytes(c.key_dim));
+    (open ? open_values : values).resize(slots * (open ? full : c.values()).row_bytes(c.value_dim));
+    for (auto* rows : {open ? &open_keys : &keys, open ? &open_values : &values}) poison(*rows);
+  }
   const size_t tokens = size_t(batch) * longest * c.kv_heads;
-  const auto new_keys = random_rows(tokens, c.key_dim, c.keys(), 1);
-  const auto new_values = random_rows(tokens, c.value_dim, c.values(), 2);
   queries = random_numbers(size_t(batch) * c.query_heads * c.queries * c.key_dim, c.dtype, 3);
   out.resize(size_t(batch) * c.query_heads * c.queries * c.value_dim * size_of(c.dtype));
 
   table.assign(size_t(pages), -1);
+  open_table = table;
   for (int row = 0; row < batch; ++row) {
     contexts.push_back(c.contexts[row]);
     query_lens.push_back(std::min(c.queries, c.contexts[row]));
-    const int first = c.window && c.keep == 0 ? std::max(0, c.contexts[row] - c.window - c.queries + 1) : 0;
-    for (int position = first; position < c.contexts[row]; ++position) {
-      const int page = row * width + position / c.page_size;
-      table[page] = ids[page];
-      for (int head = 0; head < c.kv_heads; ++head) {
-        const size_t from = (size_t(row) * longest + position) * c.kv_heads + head;
-        const size_t to = (size_t(ids[page]) * c.kv_heads + head) * c.page_size + position % c.page_size;
-        place(keys, new_keys, from, to, key_bytes);
-        place(values, new_values, from, to, value_bytes);
+  }
+  for (const bool open : {false, true}) {
+    if (open && !c.open) continue;
+    const Format key_format = open ? full : c.keys(), value_format = open ? full : c.values();
+    const size_t key_bytes = key_format.row_bytes(c.key_dim), value_bytes = value_format.row_bytes(c.value_dim);
+    const auto new_keys = random_rows(tokens, c.key_dim, key_format, open ? 4 : 1);
+    const auto new_values = random_rows(tokens, c.value_dim, value_format, open ? 5 : 2);
+    for (int row = 0; row < batch; ++row) {
+      // What no query can see is missing.
+      const int context = c.contexts[row], oldest = context - query_lens[row];
+      int first = c.window && c.keep == 0 ? std::max(0, context - c.window - c.queries + 1) : 0;
+      int last = context;
+      if (open) first = oldest / c.page_size * c.page_size;
+      if (c.open && !open && context > 0) last = (context - 1) / c.page_size * c.page_size;
+      for (int position = first; position < last; ++position) {
+        // Open pages are other ones.
+        const int page = row * width + position / c.page_size, id = ids[open ? pages - 1 - page : page];
+        (open ? open_table : table)[page] = id;
+        for (int head = 0; head < c.kv_heads; ++head) {
+          const size_t from = (size_t(row) * longest + position) * c.kv_heads + head;
+          const size_t to = (size_t(id) * c.kv_heads + head) * c.page_size + position % c.page_size;
+          place(open ? open_keys : keys, new_keys, from, to, key_bytes);
+          place(open ? open_values : values, new_values, from, to, value_bytes);
+        }
       }
     }
   }
@@ -122,19 +140,15 @@ inline Memory::Memory(const Case& c) {
   a.query_len = c.queries;
   a.key_dim = c.key_dim;
   a.value_dim = c.value_dim;
-  a.num_pages = pages;
   a.page_size = c.page_size;
-  a.table_width = width;
+  a.closed = {keys.data(), c.keys(), values.data(), c.values(), pages, width, table.data()};
+  a.opens = c.open;
+  if (c.open) a.open = {open_keys.data(), full, open_values.data(), full, pages, width, open_table.data()};
   a.queries = queries.data();
   a.dtype = c.dtype;
-  a.key_format = c.keys();
-  a.value_format = c.values();
   const int64_t token = c.key_dim, head = token * c.queries;
   std::copy_n(std::initializer_list<int64_t>{head * c.query_heads, head, token, 1}.begin(), 4, a.query_strides);
-  a.keys = keys.data();
-  a.values = values.data();
   a.out = out.data();
-  a.block_table = table.data();
   a.context_lens = contexts.data();
   a.query_lens = query_lens.data();
   a.scale = 1 / std::sqrt(float(c.key_dim));

@@ -27,16 +27,19 @@ inline std::vector<double> expected(const Attention& a, int row, int head, int t
   const Visible seen = visible(a, row, token);
   const int64_t* strides = a.query_strides;
   const int64_t query = row * strides[0] + head * strides[1] + token * strides[2];
+  const int own = (a.context_lens[row] - a.query_lens[row] + token) / a.page_size;
   std::vector<double> scores, out(a.value_dim, 0);
   std::vector<size_t> slots;
+  std::vector<const Store*> stores;
   for (int position = 0; position < a.context_lens[row]; ++position) {
     if (position >= seen.end || (position >= seen.kept && position < seen.begin)) continue;
-    const size_t page = a.block_table[row * a.table_width + position / a.page_size];
+    const Store& store = a.opens && position / a.page_size == own ? a.open : a.closed;
+    const size_t page = store.pages_of(row)[position / a.page_size];
     const size_t slot = (page * a.kv_heads + head / a.rows_per_token()) * a.page_size + position % a.page_size;
     double score = 0;
     for (int d = 0; d < a.key_dim; ++d)
       score += to_double(a.queries + (query + d) * size_of(a.dtype), a.dtype) *
-               element(a.keys, slot, a.key_dim, d, a.key_format);
+               element(store.keys, slot, a.key_dim, d, store.key_format);
     score *= a.scale;
     if (a.softcap != 0) score = a.softcap * std::tanh(score / a.softcap);
     const int64_t at = token * a.mask_strides[2] + position;
@@ -44,6 +47,7 @@ inline std::vector<double> expected(const Attention& a, int row, int head, int t
     if (a.mask == MaskKind::additive) score += reinterpret_cast<const float*>(a.mask_data)[at];
     scores.push_back(score);
     slots.push_back(slot);
+    stores.push_back(&store);
   }
   double highest = a.sinks ? a.sinks[head] : -INFINITY, sum = 0;
   for (double score : scores) highest = std::max(highest, score);
@@ -53,7 +57,7 @@ inline std::vector<double> expected(const Attention& a, int row, int head, int t
     const double weight = std::exp(scores[i] - highest);
     sum += weight;
     for (int d = 0; d < a.value_dim; ++d)
-      out[d] += weight * element(a.values, slots[i], a.value_dim, d, a.value_format);
+      out[d] += weight * element(stores[i]->values, slots[i], a.value_dim, d, stores[i]->value_format);
   }
   for (double& x : out) x = sum > 0 ? x / sum : 0;
   return out;

@@ -37,6 +37,14 @@ std::vector<Case> cases() {
            .value_bits = bits, .group_size = 32});
     }
     add({.contexts = {200}, .window = 30, .value_bits = 4});
+    // A query's own page is read from open pages.
+    add({.contexts = {1, 15, 16, 17, 530, 0}, .key_bits = 4, .value_bits = 4, .open = true});
+    add({.contexts = {1025}, .page_size = 24, .key_bits = 8, .value_bits = 5, .open = true});
+    add({.contexts = {700, 50, 3}, .queries = 45, .key_bits = 4, .value_bits = 4, .open = true});
+    add({.contexts = {600, 20}, .queries = 5, .window = 9, .softcap = 3, .sinks = true, .value_bits = 6, .open = true});
+    add({.contexts = {700, 9}, .window = 40, .keep = 4, .key_bits = 4, .open = true});
+    add({.contexts = {60, 30}, .queries = 1, .causal = false, .mask = MaskKind::additive, .key_bits = 4, .open = true});
+    add({.contexts = {60, 30}, .queries = 4, .mask = MaskKind::boolean, .key_bits = 4, .open = true});
   }
   return all;
 }
@@ -84,6 +92,19 @@ void test_refusals() {
   CHECK(refusal([](Memory& m) { m.contexts[0] = 1000; }).find("context_lens[0] is 1000") != std::string::npos);
   CHECK(refusal([](Memory& m) { m.query_lens[1] = 2; }).find("query_lens[1] is 2") != std::string::npos);
   CHECK(refusal([](Memory& m) { m.attention.window = 3; m.attention.keep = 2; }).empty());
+
+  auto open_refusal = [](int queries, auto change) {
+    Memory memory(Case{.contexts = {40, 20}, .queries = queries, .key_bits = 4, .open = true});
+    change(memory);
+    return test::message_of([&] { check(memory.attention); });
+  };
+  CHECK(open_refusal(3, [](Memory&) {}).empty());
+  CHECK(open_refusal(1, [](Memory& m) { m.open_table[2] = -1; }).find("open block_table[0][2] is -1") !=
+        std::string::npos);
+  CHECK(open_refusal(1, [](Memory& m) { m.attention.open.table_width = 2; }).find("open block_table of 2 pages") !=
+        std::string::npos);
+  CHECK(open_refusal(3, [](Memory& m) { m.attention.causal = false; }).find("query_lens[0] is 3") != std::string::npos);
+  CHECK(open_refusal(1, [](Memory& m) { m.attention.keep = 17; }).find("keep=17 is more") != std::string::npos);
 }
 
 }  // namespace

@@ -28,7 +28,7 @@ class CpuBackend:
     name = "cpu"
     direct = True
     priority = 10
-    features = frozenset({"softcap", "keys_only"})
+    features = frozenset({"softcap", "keys_only", "open_page"})
     reads_quantized = True
 
     def supports(self, request: AttentionRequest) -> list[str]:
@@ -54,6 +54,11 @@ class CpuBackend:
             reasons.append(f"keep={request.keep} with {request.query_len} query tokens per row (one is supported)")
         if request.mask == "array" and request.window is not None:
             reasons.append("an array as mask together with a window")
+        if request.open_page:
+            if request.query_len > 1 and request.mask != "causal":
+                reasons.append(f"open pages with {request.query_len} query tokens per row that aren't causal")
+            if request.keep > request.page_size:
+                reasons.append(f"open pages of {request.page_size} tokens with keep={request.keep}")
         if request.window is not None and request.window <= request.keep:
             reasons.append(f"window {request.window} is not more than keep={request.keep}")
         return reasons
@@ -131,7 +136,7 @@ class CpuBackend:
         """
         import mlx.core as mx
 
-        pages = metadata.pages
+        pages, opened = metadata.pages, metadata.open
         window, keep, array = metadata.window, metadata.keep, None
         if isinstance(mask, mx.array):
             array = mask
@@ -161,7 +166,10 @@ class CpuBackend:
             sinks=sinks,
             written=pages.written,
             last_read=pages.last_read,
+            open=None if opened is None else _open_rows(opened),
         )
+        if opened is not None:
+            opened.pages.last_read = pages.last_read
         return output
 
     def wait(self, pages: LayerPages) -> None:
@@ -202,6 +210,12 @@ class CpuBackend:
 def _values_of(pages: LayerPages) -> mx.array | None:
     """The pages that values are written to: those of the keys, once more, where a model keeps keys only."""
     return pages.values if pages.spec.value_dim else pages.keys
+
+
+def _open_rows(opened: PagedKVMetadata) -> tuple[mx.array | None, ...]:
+    """Open pages as the compiled operation takes them."""
+    pages = opened.pages
+    return pages.keys, pages.values, opened.page_ids, opened.row_starts, pages.written, pages.last_read
 
 
 def _packing(packed: Affine | None, dim: int, dtype: mx.Dtype) -> tuple[int, int, int, mx.Dtype] | None:

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from models import greedy, prompt, shared
+from open_pages import CALLS, errors
 
 import tinykv_plugin as tinykv
 from metal_case import TOLERANCE, Case, error
@@ -52,10 +53,16 @@ def test_windows_sinks_and_drafts(backend: Any) -> None:
     assert error(case.attend(backend), case.expected()) < TOLERANCE[mx.float32]
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_querys_own_page_is_read_from_open_pages(backend: Any, name: str) -> None:
+    assert max(errors(backend, CALLS[name])) < 2e-5
+
+
 @pytest.mark.checked
 def test_every_access_is_inside(backend: Any) -> None:
     case = Case([20, 5], kv_format=KVFormat(5, 6, 32)).fill(backend)
     assert error(case.attend(backend), case.expected()) < TOLERANCE[mx.float32]
+    assert max(errors(backend, CALLS["window below a page, drafts"])) < 2e-5
 
 
 def test_the_self_test_takes_quantized_pages(backend: Any) -> None:

@@ -32,6 +32,11 @@ class Admission:
         """The most pages a request holds on its way to ``tokens`` tokens."""
         pages = []
         for group in self._groups:
+            if group.open:
+                # The page being filled and what a trim may lead back into, before a step and after it.
+                kept = 2 * (1 + -(-self._session.rewind // group.page_size))
+                pages.append(min(-(-tokens // group.page_size), kept))
+                continue
             window = group.window or max_kv_size
             kept = 0
             held = tokens

@@ -220,7 +220,7 @@ def compare(model: Any, name: str, requests: Sequence[Request], attention: str =
             requests,
             lambda generator: kv.stats().bytes_used,
         )
-        per_token = sum(group.page_bytes for group in kv.groups) / kv.config.page_size
+        per_token = sum(group.token_bytes for group in kv.groups)
         backend = next((line.backend for line in kv.plan if line.kind != "dense"), kv.plan[0].backend)
     for outcome in (stock, paged):
         outcome.token_bytes = int(outcome.token_bytes * per_token)

@@ -104,7 +104,7 @@ def run_suite(
     }
     with attached(model, list(wanted.values())[-1]) as kv:
         assert kv is not None
-        results["kv_bytes_per_token"] = sum(group.page_bytes // group.page_size for group in kv.groups)
+        results["kv_bytes_per_token"] = sum(group.token_bytes for group in kv.groups)
     start = time.perf_counter()
     for case in _cases(model, plan, known, wanted, results):
         advance(case.name)

@@ -14,7 +14,8 @@ class GroupSize:
     """One cache group. ``page_bytes`` of one page over all its layers, ``page_limit`` of its pages by the budget.
 
     ``held`` tokens are kept of a long sequence: those of the window and those kept for a rewind (None: all).
-    ``model_token_bytes`` is what a token takes in the model's own dtype (None: as in the pages).
+    ``model_token_bytes`` is what a token takes in the model's own dtype (None: as in the pages). An ``open`` group has
+    tokens that other groups have too.
     """
 
     window: int | None
@@ -23,11 +24,12 @@ class GroupSize:
     page_bytes: int
     page_limit: int
     model_token_bytes: int | None = None
+    open: bool = False
 
     @property
     def token_bytes(self) -> float:
         """Bytes of a token over all layers of the group."""
-        return self.page_bytes / self.page_size
+        return 0 if self.open else self.page_bytes / self.page_size
 
     def pages(self, tokens: int) -> int:
         """Pages that a request of ``tokens`` tokens holds while it generates."""
@@ -37,6 +39,8 @@ class GroupSize:
 
     def stock_bytes(self, tokens: int) -> float:
         """Bytes that mlx-lm's KVCache, or RotatingKVCache for a window, holds for these layers."""
+        if self.open:
+            return 0
         stepped = -(-tokens // STOCK_STEP) * STOCK_STEP
         token_bytes = self.token_bytes if self.model_token_bytes is None else self.model_token_bytes
         return token_bytes * (stepped if self.window is None else min(stepped, self.window))

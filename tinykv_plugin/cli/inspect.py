@@ -140,25 +140,37 @@ def group_sizes(kv: Attachment) -> list[GroupSize]:
     sizes = []
     for group in kv.groups:
         held = None
-        if group.window is not None:
+        if group.open:
+            held = config.rewind  # beside the page in which it starts
+        elif group.window is not None:
             held = group.window + config.rewind
         elif config.max_kv_size is not None:
             # The first tokens, which stay, take a page of their own.
             held = config.max_kv_size + config.rewind + group.page_size
         sizes.append(
-            GroupSize(group.window, held, group.page_size, group.page_bytes, group.page_limit, group.model_token_bytes)
+            GroupSize(
+                group.window,
+                held,
+                group.page_size,
+                group.page_bytes,
+                group.page_limit,
+                group.model_token_bytes,
+                group.open,
+            )
         )
     return sizes
 
 
 def size_table(groups: Sequence[GroupSize], budget: int) -> Table:
     """Bytes of a token and a page, what the budget holds, and what mlx-lm's own caches would take."""
-    page = sum(group.page_bytes for group in groups)
+    page, opened = (sum(group.page_bytes for group in groups if group.open == which) for which in (False, True))
     chat, stock = request_bytes(groups, CHAT_TOKENS), stock_request_bytes(groups, CHAT_TOKENS)
     longest = longest_request(groups, budget)
     table = Table("size", "value", title="K/V of all layers in pages", title_justify="left")
     table.add_row("a token", format_bytes(sum(group.token_bytes for group in groups)))
     table.add_row(f"a page of {groups[0].page_size} tokens", format_bytes(page))
+    if opened:
+        table.add_row("the page being filled, besides", format_bytes(opened))
     table.add_row("the budget", format_bytes(budget))
     table.add_row(
         "longest request", "no limit: all layers keep a bounded number" if longest is None else f"{longest:,} tokens"

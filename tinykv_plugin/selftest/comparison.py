@@ -83,10 +83,10 @@ def _results(
     sample.write(backend, pages, 1)
     second = sample.attend(backend, pages, masks[0])
     mx.eval(second, first)
-    backend.resize(pages, sample.num_pages + 1)
-    backend.copy_pages(pages, [0], [sample.num_pages])
+    sample.resize(backend, pages, sample.num_pages + 1)
+    sample.copy_page(backend, pages, 0, sample.num_pages)
     sample.write(backend, pages)
-    backend.copy_pages(pages, [sample.num_pages], [0])
+    sample.copy_page(backend, pages, sample.num_pages, 0)
     third = sample.attend(backend, pages, masks[0])
     dense = sample.dense(gather, pages)
     mx.eval(third, dense)
@@ -103,11 +103,13 @@ def _references(gather: AttentionBackend, request: AttentionRequest, contexts: S
         sample.write(gather, pages, which)
         results += [sample.attend(gather, pages, mask) for mask in some]
         mx.eval(results)
-    page = _page(pages, 0)
+    stores = [pages] if pages.open is None else [pages, pages.open]
+    kept = [_page(store, 0) for store in stores]
     sample.write(gather, pages)
-    assert pages.keys is not None
-    assert pages.values is not None
-    pages.keys[0], pages.values[0] = page
+    for store, page in zip(stores, kept, strict=True):
+        assert store.keys is not None
+        assert store.values is not None
+        store.keys[0], store.values[0] = page
     results.append(sample.attend(gather, pages, masks[0]))
     dense = sample.dense(gather, pages)
     mx.eval(results[-1], dense)

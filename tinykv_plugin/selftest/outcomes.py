@@ -73,6 +73,7 @@ def kind_of(request: AttentionRequest) -> str:
     mask = ", mask" if request.mask == "array" else ""
     softcap = f", softcap {request.softcap:g}" if request.softcap is not None else ""
     chunk = f", chunk {request.chunk}" if request.chunk is not None else ""
+    opened = ", open pages" if request.open_page else ""
     dims = f"{request.key_dim}" if request.key_dim == request.value_dim else f"{request.key_dim}/{request.value_dim}"
     dtype = str(request.dtype).rsplit(".", 1)[-1]
     packed = "".join(
@@ -82,5 +83,5 @@ def kind_of(request: AttentionRequest) -> str:
     )
     return (
         f"{request.query_heads}/{request.kv_heads} heads of {dims}, {dtype}, page size {request.page_size}, "
-        f"{request.query_len} new{window}{keep}{sinks}{mask}{softcap}{chunk}{packed}"
+        f"{request.query_len} new{window}{keep}{sinks}{mask}{softcap}{chunk}{packed}{opened}"
     )

@@ -32,17 +32,23 @@ class Sample:
         ids = np.random.default_rng(seed).permutation(allocator.allocate(self.num_pages)).tolist()
         width = request.query_len
         self._lens = [min(width, context) for context in contexts]
-        retention = Retention(request.window, request.keep)
+        pages = [[ids.pop() for _ in range(count)] for count in counts]
+        # Open pages are others than those of the same tokens.
+        others = [[self.num_pages - 1 - page for page in row] for row in pages]
+        retentions = [Retention(request.window, request.keep), Retention(page=size)]
         # Tables to write all tokens by, and tables from which a window has dropped pages, to read by.
-        self._tables: list[PageTable] = []
-        self._reading: list[PageTable] = []
-        for count, context, query_len in zip(counts, contexts, self._lens, strict=True):
-            pages = [ids.pop() for _ in range(count)]
-            allocator.share(pages)
-            for tables in (self._tables, self._reading):
-                tables.append(PageTable(allocator, journal, size, retention))
-                tables[-1].append(pages)
-            self._reading[-1].drop_unreadable(context - query_len)
+        self._tables, self._reading = (
+            [[PageTable(allocator, journal, size, retention) for _ in contexts] for retention in retentions]
+            for _ in range(2)
+        )
+        for way in (self._tables, self._reading):
+            for tables, rows in zip(way, (pages, others), strict=True):
+                for table, row in zip(tables, rows, strict=True):
+                    allocator.share(row)
+                    table.append(row)
+        for tables in self._reading:
+            for table, context, query_len in zip(tables, contexts, self._lens, strict=True):
+                table.drop_unreadable(context - query_len)
         self._keys = list(mx.random.split(mx.random.key(seed), 6))
         self.queries = self._random(0, (len(contexts), request.query_heads, width, request.key_dim))
         if request.softcap is not None:
@@ -72,18 +78,35 @@ class Sample:
         spec = self.spec
         if dtype is not None:
             spec = LayerSpec(spec.kv_heads, spec.key_dim, spec.value_dim, dtype, dtype)
-        pages = LayerPages(spec, self.request.page_size)
-        backend.resize(pages, self.num_pages)
+        pages = LayerPages(spec, self.request.page_size, self.request.open_page)
+        self.resize(backend, pages, self.num_pages)
         return pages
+
+    @staticmethod
+    def resize(backend: AttentionBackend, pages: LayerPages, num_pages: int) -> None:
+        """Give ``pages``, and open ones, room for ``num_pages``."""
+        for each in _both(pages):
+            backend.resize(each, num_pages)
+
+    @staticmethod
+    def copy_page(backend: AttentionBackend, pages: LayerPages, source: int, target: int) -> None:
+        """Copy a page, and the open one with its id."""
+        for each in _both(pages):
+            backend.copy_pages(each, [source], [target])
 
     def write(self, backend: AttentionBackend, pages: LayerPages, which: int = 0) -> None:
         """Put all tokens into ``pages``."""
-        step = GroupStep(self._tables, self.contexts, self.contexts, max(self.contexts))
-        stored = self.spec.encode(*self.tokens(which))
+        step = self._step(self._tables, self.contexts, max(self.contexts))
+        tokens = self.tokens(which)
+        stored = self.spec.encode(*tokens)
         if pages.spec != self.spec:
             # Full precision, to compare with: what the stored tokens stand for.
             stored = self.spec.decode(*stored, pages.spec.dtype)
-        backend.write(PagedKVMetadata(pages, step), *stored)
+        metadata = PagedKVMetadata(pages, step, pages.open)
+        if metadata.open is not None:
+            keys, values = (side.astype(pages.spec.dtype) for side in tokens)
+            backend.write(metadata.open, keys, values)
+        backend.write(metadata, *stored)
 
     def attend(self, backend: AttentionBackend, pages: LayerPages, mask: Any = None) -> mx.array:
         """The call to compare, with one of :meth:`masks`, its result in the dtype of ``pages``."""
@@ -124,8 +147,16 @@ class Sample:
 
     def _reads(self, pages: LayerPages) -> PagedKVMetadata:
         """A step of its own for each call: backends keep with it what they work out."""
-        return PagedKVMetadata(pages, GroupStep(self._reading, self.contexts, self._lens, self.request.query_len))
+        return PagedKVMetadata(pages, self._step(self._reading, self._lens, self.request.query_len), pages.open)
+
+    def _step(self, tables: Sequence[list[PageTable]], query_lens: Sequence[int], width: int) -> GroupStep:
+        step, step.open = (GroupStep(each, self.contexts, query_lens, width) for each in tables)
+        return step
 
     def _random(self, number: int, shape: tuple[int, ...], which: int = 0) -> mx.array:
         key = self._keys[number] if not which else mx.random.split(self._keys[number], which + 1)[which]
         return mx.random.normal(shape, key=key).astype(self.request.dtype)
+
+
+def _both(pages: LayerPages) -> list[LayerPages]:
+    return [pages] if pages.open is None else [pages, pages.open]

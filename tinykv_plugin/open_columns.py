@@ -1,0 +1,85 @@
+"""Which columns of a step each query reads from open pages, and which from the others; for gathered K and V."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from .columns import visible
+from .metadata import int32
+from .step import GroupStep
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class OpenColumns:
+    """The columns of a step that some query reads from open pages, which are gathered behind all the others.
+
+    ``spans`` are their positions, row by row, ``columns`` int32 ``(rows, 1, 1, open columns)`` their places among all
+    columns, ``valid`` which of them are no padding. ``own``, bool ``(rows, 1, width, columns)``: whether a column is in
+    the query's own page. ``index`` are page ids and slots ``(rows, open columns)``. ``cut``: where a single query reads
+    its own page only from behind, the columns before it (else None).
+    """
+
+    spans: list[list[tuple[int, int]]]
+    index: tuple[mx.array, mx.array]
+    columns: mx.array
+    valid: mx.array
+    own: mx.array
+    cut: int | None
+
+    def mask(self, mask: mx.array) -> mx.array:
+        """``mask`` ``(…, width, columns)``, boolean or added to scores, for the columns and those behind them."""
+        hidden = mx.array(False) if mask.dtype == mx.bool_ else mx.array(-mx.inf, mask.dtype)
+        while mask.ndim < 4:
+            mask = mask[None]
+        shape = (max(mask.shape[0], self.own.shape[0]), *mask.shape[1:])
+        mask = mx.broadcast_to(mask, shape)
+        again = [mx.broadcast_to(self.columns, (*each.shape[:3], self.columns.shape[3])) for each in (mask, self.own)]
+        seen = mx.take_along_axis(self.own, again[1], axis=3) & self.valid
+        behind = mx.where(seen, mx.take_along_axis(mask, again[0], axis=3), hidden)
+        return mx.concatenate([mx.where(self.own, hidden, mask), behind], axis=3)
+
+
+def open_columns(step: GroupStep, opened: GroupStep) -> OpenColumns:
+    """The open columns of ``step``, whose open pages are those of ``opened``."""
+    size = step.page_size
+    spans, places = [], []
+    all_positions = [_positions(visible(step, row)) for row in range(len(step.tables))]
+    columns = max(1, max(len(positions) for positions in all_positions))
+    own = np.zeros((len(step.tables), 1, step.width, columns), dtype=bool)
+    for row, (positions, start, count) in enumerate(zip(all_positions, step.starts, step.query_lens, strict=True)):
+        first = start // size * size
+        parts = [(max(a, first), b) for a, b in visible(step, row) if b > first] if count else []
+        spans.append(parts or [(0, 0)])
+        places.append(np.flatnonzero(positions >= first) if count else positions[:0])
+        pages = np.arange(start, start + count)[:, None] // size
+        own[row, 0, :count, : len(positions)] = positions[None] // size == pages
+    widest = max(1, max(len(found) for found in places))
+    index = np.zeros((3, len(spans), widest), dtype=np.int32)
+    valid = np.zeros((len(spans), 1, 1, widest), dtype=bool)
+    for row, (found, positions, table) in enumerate(zip(places, all_positions, opened.tables, strict=True)):
+        index[0, row, : len(found)] = np.asarray(table.pages, dtype=np.int32)[positions[found] // size]
+        index[1, row, : len(found)] = positions[found] % size
+        index[2, row, : len(found)] = found
+        valid[row, ..., : len(found)] = True
+    cut = None
+    if step.alone and step.width == 1 and len(spans[0]) == 1:
+        cut = columns - len(places[0])
+    assert index.min() >= 0, "a query's own page has no open page"
+    return OpenColumns(
+        spans,
+        (int32(index[0]), int32(index[1])),
+        int32(index[2][:, None, None]),
+        mx.array(valid),
+        mx.array(own),
+        cut,
+    )
+
+
+def _positions(spans: list[tuple[int, int]]) -> Ints:
+    return np.concatenate([np.arange(start, stop) for start, stop in spans]).astype(np.int64)
