@@ -118,7 +118,8 @@ def refill(rows: Sequence[PagedSequence]) -> None:
 
 def write_open(row: PagedSequence, tokens: int, pages: LayerPages, keys: mx.array, values: mx.array) -> None:
     """Put the newest of a row's ``tokens`` tokens, which K and V ``(1, kv_heads, …)`` end with, into its open page."""
-    count = min(tokens % pages.page_size, keys.shape[2])
+    held = tokens % pages.page_size
+    count = min(held, keys.shape[2])
     if count:
-        step = GroupStep([row.tables[-1]], [tokens], [count], count)
+        step = GroupStep([row.tables[-1].view(tokens // pages.page_size)], [held], [count], count)
         row.session.writer.write(PagedKVMetadata(pages, step), keys[:, :, -count:], values[:, :, -count:])

@@ -129,7 +129,9 @@ class PagedSequence:
         """Tokens that one layer has after :meth:`trim`. Raises what that would; changes nothing."""
         target = max(0, self.tokens - self.trims.get(bit, 0) - count)
         for table in self.tables:
-            if not table.retention.page and table.retention.first_needed(target) < table.first_position:
+            # What the last token has seen must be there, not only what the next one will see.
+            needed = table.retention.first_needed(max(0, target - 1))
+            if not table.retention.page and needed < table.first_position:
                 raise CacheStateError(
                     f"can't rewind to {target} tokens: a layer with a window of {table.retention.window} tokens has "
                     f"dropped those before {table.first_position}; raise rewind ({table.retention.rewind}) to keep more"

@@ -15,8 +15,9 @@ from models import shared
 
 import tinykv_plugin as tinykv
 from tinykv_plugin.errors import CacheStateError, OutOfPagesError
+from tinykv_plugin.reading import open_tokens
 
-HEADS, DIM = 2, 32
+HEADS, DIM, PAGE_SIZE = 2, 32, 4
 
 
 def rows(tokens: list[list[int]]) -> mx.array:
@@ -46,6 +47,11 @@ class Request:
             assert held[-window:] == self.tokens[-window:], (held, self.tokens)
             assert mx.array_equal(keys, -values)
             assert mx.array_equal(keys, mx.broadcast_to(keys[:, :1, :, :1], keys.shape))
+            opened = open_tokens(cache._session, cache._layer, cache._row)
+            if opened is not None:
+                count = len(self.tokens) % PAGE_SIZE
+                assert opened[0][0, 0, :, 0].tolist() == self.tokens[-count:]
+                assert mx.array_equal(opened[0], -opened[1])
 
 
 class QuantizedMachine(RuleBasedStateMachine):
@@ -54,7 +60,7 @@ class QuantizedMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         model = shared("gemma3_text", head_dim=DIM, num_hidden_layers=2)
-        self.kv = tinykv.attach(model, page_size=4, max_pages=30, bits=4, value_bits=8, rewind=3)
+        self.kv = tinykv.attach(model, page_size=PAGE_SIZE, max_pages=30, bits=4, value_bits=8, rewind=3)
         self.ids = itertools.count(1)
         self.live: list[Request] = []
 
@@ -73,6 +79,15 @@ class QuantizedMachine(RuleBasedStateMachine):
     def append(self, request: Request, count: int) -> None:
         with contextlib.suppress(OutOfPagesError):
             request.append(self.tokens(count))
+
+    @rule(request=requests, count=st.integers(1, 9))
+    def break_off(self, request: Request, count: int) -> None:
+        """A pass ends after its first layer."""
+        with contextlib.suppress(OutOfPagesError):
+            new = self.tokens(count)
+            request.caches[0].update_and_fetch(rows([new]), rows([[-token for token in new]]))
+        for cache in request.caches:
+            cache.make_mask(1)
 
     @rule(target=requests, request=requests)
     def fork(self, request: Request) -> Request:

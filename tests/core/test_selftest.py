@@ -166,6 +166,7 @@ def test_the_kind_of_a_call_names_every_feature() -> None:
         {"query_heads": 8}, {"kv_heads": 1}, {"key_dim": 64}, {"value_dim": 64}, {"dtype": mx.float16},
         {"page_size": 16}, {"query_len": 2}, {"mask": "array"}, {"window": 9}, {"keep": 4}, {"sinks": True},
         {"keys": Affine(8, 32)}, {"values": Affine(8, 32)}, {"softcap": 50.0}, {"chunk": 64},
+            {"open_page": True},
     ]  # fmt: skip
     assert {name for change in changes for name in change} == {field.name for field in dataclasses.fields(DECODE)}
     kinds = {kind_of(dataclasses.replace(DECODE, **change)) for change in changes}
