@@ -32,10 +32,13 @@ CALLS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 3.0},
     "mask": {"mask": "array"},
     "large pages": {"page_size": 48, "query_len": 2, "mask": "causal"},
+    "full precision at the start": {"full_until": 38, "query_len": 4, "mask": "causal"},
+    "full precision at the start, window": {"full_until": 530, "window": 24},
     "many query heads": {"query_heads": 40, "query_len": 4, "mask": "causal"},
 }
 PROMPTS: dict[str, dict[str, Any]] = {
     "prompt": {"query_len": 40, "mask": "causal"},
+    "prompt, full precision at the start": {"full_until": 25, "query_len": 40, "mask": "causal"},
     "prompt, window": {"query_len": 40, "window": 24, "mask": "causal"},
 }
 # Only gather serves these.
@@ -47,20 +50,22 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 def errors(backend: AttentionBackend, differences: dict[str, Any]) -> Iterator[float]:
     """The largest error of ``backend`` with each of a call's masks, alone and in a batch."""
+    differences = dict(differences)
+    full_until = differences.pop("full_until", 0)
     request = replace(DECODE, **differences)
     assert not backend.supports(request)
     for contexts in ([40], [530, 1, 16, 17, 7, 40, 2, 100, 32]):
-        sample = Sample(request, contexts)
+        sample = Sample(request, contexts, full_until=full_until)
         pages = sample.pages(backend)
         sample.write(backend, pages)
         for mask in sample.masks():
             got = sample.attend(backend, pages, mask)
             for row in range(len(contexts)):
-                right = _expected(sample, row, mask)
+                right = _expected(sample, row, mask, full_until)
                 yield float(mx.abs(got[row : row + 1, :, : right.shape[2]] - right).max())
 
 
-def _expected(sample: Sample, row: int, mask: Any) -> mx.array:
+def _expected(sample: Sample, row: int, mask: Any, full_until: int) -> mx.array:
     request, context = sample.request, sample.contexts[row]
     count = min(request.query_len, context)
     queries, places = np.arange(context - count, context)[:, None], np.arange(context)[None]
@@ -79,7 +84,7 @@ def _expected(sample: Sample, row: int, mask: Any) -> mx.array:
         side[row : row + 1, :, :context]
         for side in (*tokens, *sample.spec.decode(*sample.spec.encode(*tokens), mx.float32))
     )
-    own = mx.array(queries // request.page_size == places // request.page_size)
+    own = mx.array((queries // request.page_size == places // request.page_size) | (queries < full_until))
     return attend_open(
         sample.queries[row : row + 1, :, :count], keys, values, (rounded[0], rounded[1]), own, sample.scale, visible,
         sample.sinks, request.softcap,

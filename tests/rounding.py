@@ -22,12 +22,18 @@ CLOSED = ("deepseek_v3",)
 
 
 def generated(
-    model: Any, tokens: list[int], count: int, bits: tuple[int, int], page_size: int, max_kv_size: int | None = None
+    model: Any,
+    tokens: list[int],
+    count: int,
+    bits: tuple[int, int],
+    page_size: int,
+    max_kv_size: int | None = None,
+    start: int = 0,
 ) -> list[int]:
     """What ``model`` generates after ``tokens`` where pages have so many bits for keys and for values."""
-    if min(bits) >= 8 or type(model).__module__.endswith(CLOSED):
+    if (min(bits) >= 8 and not start) or type(model).__module__.endswith(CLOSED):
         return greedy(model, tokens, count, cache=rounded(model, *bits, max_kv_size))
-    with open_pages(model, *bits, page_size):
+    with open_pages(model, *bits, page_size, start):
         return greedy(model, tokens, count, cache=placed(model, max_kv_size))
 
 
@@ -57,8 +63,11 @@ def placed(model: Any, max_kv_size: int | None = None) -> list[Any]:
 
 
 @contextmanager
-def open_pages(model: Any, key_bits: int, value_bits: int, page_size: int) -> Iterator[None]:
-    """A model on :func:`placed` caches reads its K and V rounded, but for those of the query's own page."""
+def open_pages(model: Any, key_bits: int, value_bits: int, page_size: int, start: int = 0) -> Iterator[None]:
+    """A model on :func:`placed` caches reads its K and V rounded, but for those of the query's own page.
+
+    Queries before position ``start`` read nothing rounded.
+    """
 
     def attention(
         queries: mx.array,
@@ -73,7 +82,7 @@ def open_pages(model: Any, key_bits: int, value_bits: int, page_size: int) -> It
         own = mx.arange(cache.offset - queries.shape[2], cache.offset)[:, None]
         return attend_open(
             queries, keys, values, (loses(key_bits, keys), loses(value_bits, values)),
-            own // page_size == places // page_size, scale, causal(mask, own, places), sinks,
+            (own // page_size == places // page_size) | (own < start), scale, causal(mask, own, places), sinks,
         )  # fmt: skip
 
     with pytest.MonkeyPatch.context() as patch:

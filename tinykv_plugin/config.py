@@ -92,6 +92,15 @@ class KVCacheConfig(BaseSettings):
             "Unset: 64, or 32 where that divides the head dim and 64 doesn't."
         ),
     )
+    quantized_start: int = Field(
+        default=0,
+        ge=0,
+        strict=True,
+        description=(
+            "Tokens before this position of a request read K and V in the model's dtype, whatever the bits. Also taken "
+            "from mlx-lm's own --quantized-kv-start."
+        ),
+    )
     threads: int | None = Field(
         default=None,
         ge=1,
@@ -113,7 +122,10 @@ class KVCacheConfig(BaseSettings):
         ge=0,
         le=4096,
         strict=True,
-        description="Tokens that layers with a window keep beyond it, so that drafts can be taken back (trim).",
+        description=(
+            "Tokens that layers with a window keep beyond it, so that drafts can be taken back (trim); and with few "
+            "bits, in the model's dtype beside the page that is being filled."
+        ),
     )
     on_full: Literal["preempt", "wait", "error"] = Field(
         default="preempt",
@@ -196,7 +208,7 @@ class KVCacheConfig(BaseSettings):
 
     @field_validator(
         "page_size", "max_pages", "max_kv_size", "rewind", "prefix_interval", "max_queue", "threads", "bits",
-        "key_bits", "value_bits", "group_size", mode="before",
+        "key_bits", "value_bits", "group_size", "quantized_start", mode="before",
     )  # fmt: skip
     @classmethod
     def _digits(cls, value: object) -> object:

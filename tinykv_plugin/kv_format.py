@@ -26,18 +26,22 @@ class KVFormat:
     """What the settings ask for: bits of keys and of values (None: the model's dtype), and the group size.
 
     ``group_size`` elements share a scale and a bias (None: 64, or 32 where that divides the head dim and 64 doesn't).
+    Tokens before position ``start`` read in the model's dtype.
     Hashable: pages of different formats must never be taken for each other.
     """
 
     key_bits: int | None = None
     value_bits: int | None = None
     group_size: int | None = None
+    start: int = 0
 
     @classmethod
     def of(cls, config: KVCacheConfig) -> KVFormat:
         """The format that the settings ask for."""
         key_bits, value_bits = config.key_bits or config.bits, config.value_bits or config.bits
-        return cls(key_bits, value_bits, config.group_size) if key_bits or value_bits else cls()
+        if not key_bits and not value_bits:
+            return cls()
+        return cls(key_bits, value_bits, config.group_size, config.quantized_start)
 
     @property
     def quantized(self) -> bool:
@@ -50,7 +54,9 @@ class KVFormat:
 
         With few bits most of what is lost is lost in the tokens just before the one that reads them.
         """
-        return any(bits is not None and bits < CLOSED_BITS for bits in (self.key_bits, self.value_bits))
+        return self.start > 0 or any(
+            bits is not None and bits < CLOSED_BITS for bits in (self.key_bits, self.value_bits)
+        )
 
     def keys(self, dim: int) -> Affine | None:
         """How keys of ``dim`` elements are packed; None: not at all. Raises ConfigError if no group size divides."""

@@ -36,7 +36,8 @@ class PagedKVMetadata:
     def open(self) -> PagedKVMetadata | None:
         """The same for the pages that a query's own page is read from, position by position; None: there are none.
 
-        A query reads the tokens of the page that it is in itself from there, and those of all other pages from here.
+        A query reads the tokens of the page that it is in itself from there, and those of all other pages from here. A
+        query before position ``step.full_until()`` of its row (there) reads all tokens from there.
         """
         pages, step = self.open_pages, self.step.open
         return None if pages is None or step is None else PagedKVMetadata(pages, step)

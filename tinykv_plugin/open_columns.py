@@ -53,12 +53,13 @@ def open_columns(step: GroupStep, opened: GroupStep) -> OpenColumns:
     columns = max(1, max(len(positions) for positions in all_positions))
     own = np.zeros((len(step.tables), 1, step.width, columns), dtype=bool)
     for row, (positions, start, count) in enumerate(zip(all_positions, step.starts, step.query_lens, strict=True)):
-        first = start // size * size
+        first = opened.tables[row].retention.first_needed(start)
         parts = [(max(a, first), b) for a, b in visible(step, row) if b > first] if count else []
         spans.append(parts or [(0, 0)])
         places.append(np.flatnonzero(positions >= first) if count else positions[:0])
-        pages = np.arange(start, start + count)[:, None] // size
-        own[row, 0, :count, : len(positions)] = positions[None] // size == pages
+        queries = np.arange(start, start + count)[:, None]
+        from_first = (queries < opened.tables[row].retention.start) & (positions[None] < queries)
+        own[row, 0, :count, : len(positions)] = from_first | (positions[None] // size == queries // size)
     widest = max(1, max(len(found) for found in places))
     index = np.zeros((3, len(spans), widest), dtype=np.int32)
     valid = np.zeros((len(spans), 1, 1, widest), dtype=bool)

@@ -22,7 +22,9 @@ def tails_of(leaves: Sequence[Any]) -> Tails:
     """What the open pages of a request's caches hold."""
     tails: Tails = {}
     for index, leaf in enumerate(leaves):
-        tokens = open_tokens(leaf._session, leaf._layer, leaf._row) if isinstance(leaf, PagedKVCache) else None
+        if not isinstance(leaf, PagedKVCache) or leaf._session.kv_format.start > leaf.offset:
+            continue  # the file is in full precision
+        tokens = open_tokens(leaf._session, leaf._layer, leaf._row)
         if tokens is not None:
             tails[index] = tokens
     return tails

@@ -18,7 +18,7 @@ from .file_header import KEY, FileHeader
 from .open_tails import Tails, add_to_file, named, read_tails, tails_of
 from .packed_cache import PackedKVCache, is_quantized, quantized_cache, stored_rows
 from .pages import LayerSpec
-from .reading import stored_tokens
+from .reading import open_tokens, stored_tokens
 from .restore import HeldTokens, fill
 from .session import KEPT_TOKENS, PagedSession
 from .unused import UnusedCache
@@ -157,7 +157,9 @@ def _dense(leaf: Any) -> Any:
         return leaf
     retention = leaf._row.tables[leaf._layer.group].retention
     spec = leaf._layer.spec
-    if not leaf.empty() and spec is not None and spec != spec.unpacked:
+    # Before quantized_start all tokens are there in full precision, which is what mlx-lm's own caches hold then.
+    full = open_tokens(leaf._session, leaf._layer, leaf._row) if leaf._session.kv_format.start > leaf.offset else None
+    if not leaf.empty() and spec is not None and spec != spec.unpacked and full is None:
         stored = stored_tokens(leaf._session, leaf._layer, leaf._row)
         return quantized_cache(spec, *stored, leaf.offset, retention.window, retention.keep)
     dense: Any
@@ -168,13 +170,22 @@ def _dense(leaf: Any) -> Any:
     else:
         dense = mlx_cache.RotatingKVCache(max_size=retention.window, keep=retention.keep)
     if not leaf.empty():
-        dense.keys, dense.values = leaf.keys_and_values()
+        dense.keys, dense.values = leaf.keys_and_values() if full is None else _newest(full, leaf)
         dense.offset = leaf.offset
         if leaf._layer.chunk is not None:
             dense.start_position = leaf.offset - dense.keys.shape[2]
         elif retention.window is not None:
             dense._idx = dense.keys.shape[2]
     return dense
+
+
+def _newest(sides: tuple[mx.array, mx.array], leaf: PagedKVCache) -> tuple[mx.array, mx.array]:
+    """Of all tokens those that a cache of mlx-lm would hold."""
+    held = leaf.keys_and_values()[0].shape[2]
+    retention = leaf._row.tables[leaf._layer.group].retention
+    kept = min(retention.keep, held) if held < leaf.offset else 0
+    columns = mx.array([*range(kept), *range(leaf.offset - (held - kept), leaf.offset)])
+    return mx.take(sides[0], columns, axis=2), mx.take(sides[1], columns, axis=2)
 
 
 def _held(leaf: Any, target: PagedKVCache, index: int, source: object) -> HeldTokens:

@@ -94,6 +94,8 @@ def make_plan(context: AttachContext) -> CachePlan:
         layer = PagedLayer(index, choice, list(groups).index(name), not (seen.touched or different), reason, spec)
         layer.backends = backends
         layer.opens = layer.handles and kv_format.opens and spec.packed
+        if kv_format.start and spec.packed and not layer.opens:
+            layer.reason = _joined(layer.reason, "quantized from the first token on")
         layers.append(layer)
         request = seen.request and replace(seen.request, keys=spec.keys, values=spec.values, open_page=layer.opens)
         lines[index] = layer.describe(request)

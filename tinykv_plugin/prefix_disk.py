@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from .compaction import provide_room
+from .group_info import OPEN
 from .metadata import PagedKVMetadata
 from .page_index import StoredPage
 from .pool import allocate_each
 from .prefix_cut import Cut
 from .prefix_store import PrefixStore
 from .prefix_tree import TOKEN_BYTES, Match, PrefixNode, page_hash
-from .reading import pages_of
 from .step import GroupStep
 
 if TYPE_CHECKING:
@@ -127,26 +127,28 @@ class PrefixDisk:
 
     def _read(self, node: PrefixNode) -> dict[str, mx.array]:
         """Copies of a page's K and V in every layer, evaluated."""
-        arrays = {}
+        arrays: dict[str, mx.array] = {}
         for pool, page in zip(self._session.pools, node.pages, strict=True):
             for index, pages in pool.layers.items():
                 if page >= 0 and pages.keys is not None:
-                    arrays[f"{index}.keys"], arrays[f"{index}.values"] = pages.read_page(page)
+                    names = _names(index, pool.name == OPEN)
+                    arrays.update(zip(names, pages.read_page(page), strict=True))
         mx.eval(arrays)
         return arrays
 
     def _fits(self, file: dict[str, mx.array]) -> bool:
         """Whether a file's pages have the shapes and dtypes of this model's."""
         for layer in self._session.layers:
-            keys, values = file.get(f"{layer.index}.keys"), file.get(f"{layer.index}.values")
-            if keys is None or values is None:
-                continue
-            if keys.ndim != 4 or values.ndim != 4 or keys.shape[2] != self._session.page_size:
-                return False
-            if layer.spec is not None and [(side.shape[1], side.shape[3], side.dtype) for side in (keys, values)] != [
-                (layer.spec.kv_heads, *stored) for stored in layer.spec.stored
-            ]:
-                return False
+            if layer.spec is not None:
+                for opened, spec in ((False, layer.spec), (True, layer.spec.unpacked)):
+                    keys, values = (file.get(name) for name in _names(layer.index, opened))
+                    if keys is None or values is None:
+                        continue
+                    if keys.ndim != 4 or values.ndim != 4 or keys.shape[2] != self._session.page_size:
+                        return False
+                    held = [(side.shape[1], side.shape[3], side.dtype) for side in (keys, values)]
+                    if held != [(spec.kv_heads, *stored) for stored in spec.stored]:
+                        return False
         return True
 
     def _write(self, row: PagedSequence, group: int, logicals: Sequence[int], files: dict[int, Any]) -> None:
@@ -159,13 +161,12 @@ class PrefixDisk:
             run, start = logicals[start:end], end
             stop, count = (run[-1] + 1) * size, len(run) * size
             step = GroupStep([row.tables[group]], [stop], [count], count)
-            for layer in session.layers:
-                if layer.group == group:
-                    keys, values = (
-                        mx.concatenate([files[logical][f"{layer.index}.{side}"] for logical in run], axis=2)
-                        for side in ("keys", "values")
-                    )
-                    session.writer.write(PagedKVMetadata(pages_of(layer), step), keys, values)
+            for index, pages in session.pools[group].layers.items():
+                keys, values = (
+                    mx.concatenate([files[logical][name] for logical in run], axis=2)
+                    for name in _names(index, session.pools[group].name == OPEN)
+                )
+                session.writer.write(PagedKVMetadata(pages, step), keys, values)
 
     def states(self, cut: Cut) -> Iterator[tuple[int, dict[int, Any]]]:
         """What layers without pages held at earlier places in the stored pages of ``cut``, by the tokens before them.
@@ -183,3 +184,9 @@ class PrefixDisk:
         if states is None or len(states) != len(self._session.stateful):
             return None
         return dict(zip(self._session.stateful, states, strict=True))
+
+
+def _names(index: int, opened: bool) -> tuple[str, str]:
+    """The names of a layer's K and V in a file; those of an open page are apart."""
+    layer = f"{index}.open" if opened else f"{index}"
+    return f"{layer}.keys", f"{layer}.values"

@@ -81,7 +81,7 @@ class PrefixIndex:
                     self._drop(shorter)
                 child = self.tree.add(node, key, [-1] * len(row.tables))
             for group, table in enumerate(row.tables):
-                if table.retention.page and len(key) == step:
+                if table.retention.page and len(key) == step and (logical + 1) * size > table.retention.start:
                     continue  # nobody continues inside a full page
                 page = table.pages[logical]
                 if child.pages[group] < 0 <= page:

@@ -37,13 +37,17 @@ def stored_tokens(session: PagedSession, layer: PagedLayer, row: PagedSequence) 
 
 
 def open_tokens(session: PagedSession, layer: PagedLayer, row: PagedSequence) -> tuple[mx.array, mx.array] | None:
-    """Copies of the tokens in a layer's open page, in the model's dtype; None if it has none, or no such page."""
+    """Copies of the newest tokens in a layer's open pages, as the model made them, that the next token reads.
+
+    None if the layer has no such pages, or these hold nothing.
+    """
     pages = layer.pages.open if layer.pages is not None else None
-    tokens = row.offset(layer.bit)
-    if pages is None or not tokens % pages.page_size or row.tables[-1].missing(tokens) is not None:
+    tokens, table = row.offset(layer.bit), row.tables[-1]
+    first = table.retention.first_needed(tokens) // table.page_size
+    count = tokens - first * table.page_size
+    if pages is None or not count or table.missing(tokens):
         return None
-    table = row.tables[-1].view(tokens // pages.page_size)
-    return _copied(session, PagedKVMetadata(pages, GroupStep([table], [tokens % pages.page_size], [1], 1)))
+    return _copied(session, PagedKVMetadata(pages, GroupStep([table.view(first)], [count], [1], 1)))
 
 
 def _copied(session: PagedSession, metadata: PagedKVMetadata) -> tuple[mx.array, mx.array]:

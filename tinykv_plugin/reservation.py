@@ -69,7 +69,7 @@ def _reserve(
     try:
         plans = [_plan(pool, group, rows, query_lens) for group, pool in enumerate(pools)]
         needed = [count for _, count in plans]
-        reopened = [row for row in rows if row.tables and row.tables[-1].missing(row.tokens) is not None]
+        reopened = [row for row in rows if row.tables and row.tables[-1].missing(row.tokens)]
         if not find_room(pools, needed, last_try):
             return None
         fresh = allocate_each(pools, needed)
@@ -96,7 +96,7 @@ def _plan(pool: PagePool, group: int, rows: Sequence[PagedSequence], query_lens:
         if count:
             table = row.own(group)
             table.drop_unreadable(row.tokens)
-            needed += table.pages_to_add(row.tokens + count) + (table.missing(row.tokens) is not None)
+            needed += table.pages_to_add(row.tokens + count) + len(table.missing(row.tokens))
             writing.append((table, row.tokens, count))
     for table, tokens, _ in writing:
         shared = table.tail_shared(tokens)
@@ -113,9 +113,10 @@ def _extend(writing: Writing, fresh: list[int]) -> tuple[list[int], list[int]]:
     sources: list[int] = []
     targets: list[int] = []
     for table, tokens, count in writing:
-        if table.missing(tokens) is not None:
-            table.put_back(fresh[taken])
-            taken += 1
+        missing = table.missing(tokens)
+        if missing:
+            table.put_back(missing, fresh[taken : taken + len(missing)])
+            taken += len(missing)
         elif table.tail_shared(tokens) is not None:
             targets.append(fresh[taken])
             sources.append(table.replace(tokens // table.page_size, fresh[taken]))

@@ -44,7 +44,7 @@ def fill(session: PagedSession, row: PagedSequence, tokens: int, held: Mapping[i
     """
     session.enter()
     floors = [
-        tokens - tokens % table.page_size
+        table.retention.first_needed(tokens)
         if table.retention.page
         else max(held[layer.index].first for layer in session.layers if layer.group == group)
         for group, table in enumerate(row.tables)

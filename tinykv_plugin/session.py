@@ -184,7 +184,7 @@ class PagedSession:
             )
         limited = Retention(max_kv_size, KEPT_TOKENS, self.rewind) if max_kv_size else Retention()
         return [
-            Retention(rewind=self.rewind, page=self.page_size)
+            Retention(rewind=self.rewind, page=self.page_size, start=self.kv_format.start)
             if name == OPEN
             else limited
             if window is None
@@ -271,7 +271,7 @@ class PagedSession:
                 if pages.open is not None:
                     opened = PagedKVMetadata(pages.open, step.groups[-1])
                     self.writer.write(opened, keys, values)
-                    metadata.open_pages = pages_to_read(opened, metadata.step.open, keys, values)
+                    metadata.open_pages = pages_to_read(self.gather, opened, metadata.step.open, keys, values)
                 keys, values = pages.spec.encode(keys, values)
             self.writer.write(metadata, pages.before_write(keys), values)
         except BaseException:

@@ -115,6 +115,10 @@ class GroupStep:
         """``query_lens`` as int32 ``(rows,)``."""
         return self.cached("query_lens", lambda: int32(self.query_lens))
 
+    def full_until(self) -> mx.array:
+        """Of an open step, int32 ``(rows,)``: queries before this position read all tokens from its pages."""
+        return self.cached("full_until", lambda: int32([table.retention.start for table in self.tables]))
+
     def slot_mapping(self) -> mx.array:
         """int32 ``(batch, width)``: the slot of each new token, -1 for padding."""
         return self.cached("slot_mapping", lambda: mx.array(self.slots()))

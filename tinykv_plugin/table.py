@@ -17,20 +17,23 @@ class Retention:
     """Which tokens of a sequence can still be read.
 
     ``window``: a query looks back on that many tokens, itself included (None: on all). ``keep``: the first tokens
-    stay whatever the window says. ``rewind``: tokens kept behind the window, so that a trim finds them. ``page``: only
-    the tokens of a query's own page of so many are read (0: no such limit); where a trim ends in a page that was
-    dropped, it can be made again from what other pages hold.
+    stay whatever the window says. ``rewind``: tokens kept behind the window, so that a trim finds them.
+
+    ``page``: of an open group, where only the tokens of a query's own page of so many are read (0: no such group), and
+    by queries before position ``start`` all. Where a trim ends in pages that were dropped, these are made again from
+    what other groups hold.
     """
 
     window: int | None = None
     keep: int = 0
     rewind: int = 0
     page: int = 0
+    start: int = 0
 
     def first_needed(self, tokens: int) -> int:
         """The oldest position (after the kept ones) that the token at position ``tokens`` can read."""
         if self.page:
-            return tokens - tokens % self.page
+            return 0 if tokens < self.start else tokens - tokens % self.page
         return 0 if self.window is None else max(0, tokens - max(1, self.window - self.keep) + 1)
 
     def first_kept(self, tokens: int) -> int:
@@ -96,7 +99,8 @@ class PageTable:
 
     def view(self, first: int) -> PageTable:
         """A table of the pages from the logical page ``first`` on, for reading only: it holds no page."""
-        view = PageTable(self._allocator, self._journal, self.page_size, Retention())
+        page, start = self.retention.page, max(0, self.retention.start - first * self.page_size)
+        view = PageTable(self._allocator, self._journal, self.page_size, Retention(page=page, start=start))
         view.pages = self.pages[first:]
         return view
 
@@ -133,20 +137,26 @@ class PageTable:
         self.dropped = max(last, self.dropped)
         self.held_from = last
 
-    def missing(self, tokens: int) -> int | None:
-        """The logical page in which ``tokens`` tokens end, if a trim has led back into it after it was dropped."""
-        logical = tokens // self.page_size
-        return logical if tokens % self.page_size and logical < len(self.pages) and self.pages[logical] < 0 else None
+    def missing(self, tokens: int) -> list[int]:
+        """The logical pages that the next token after ``tokens`` reads, but which were dropped before a trim led back.
 
-    def put_back(self, page: int) -> None:
-        """Use ``page``, which the caller has allocated, for the one that is :meth:`missing`."""
-        assert self.dropped == len(self.pages)
+        Only an open group can miss any.
+        """
+        first = self.retention.first_needed(tokens) // self.page_size
+        if not self.retention.page or self.dropped <= first:
+            return []
+        return [logical for logical in range(first, len(self.pages)) if self.pages[logical] < 0]
+
+    def put_back(self, logicals: Sequence[int], pages: Sequence[int]) -> None:
+        """Use ``pages``, which the caller has allocated, for those that are :meth:`missing`."""
+        first = logicals[0]
         self.revision += 1
-        self._changed(self._undo_put_back, self.floor, self.held_from)
-        self.pages[-1] = page
-        self.dropped -= 1
-        self.held_from = min(self.held_from, self.dropped)
-        self.floor = min(self.floor, self.dropped * self.page_size)
+        self._changed(self._undo_put_back, logicals, self.dropped, self.held_from, self.floor)
+        for logical, page in zip(logicals, pages, strict=True):
+            self.pages[logical] = page
+        self.dropped = min(self.dropped, first)
+        self.held_from = min(self.held_from, first)
+        self.floor = min(self.floor, first * self.page_size)
 
     def pages_to_add(self, tokens: int) -> int:
         """New pages needed to hold those of ``tokens`` tokens that are kept, at least the last one."""
@@ -245,7 +255,7 @@ class PageTable:
             if (page >= 0) != there or not -1 <= page < capacity:
                 raise InvariantError(f"logical page {logical} is {page}; {self.dropped} dropped, {kept} kept")
         needed = self.retention.first_needed(tokens)
-        if tokens and self.first_position > needed and self.missing(tokens) is None:
+        if tokens and self.first_position > needed and not self.missing(tokens):
             raise InvariantError(f"position {needed} can be read but was dropped")
 
     def _changed(self, undo: Callable[..., Any], *args: Any) -> None:
@@ -271,10 +281,10 @@ class PageTable:
         self.pages = array("i")
         self.dropped = self.held_from = self.floor = 0
 
-    def _undo_put_back(self, floor: int, held_from: int) -> None:
-        self.pages[-1] = -1
-        self.dropped += 1
-        self.floor, self.held_from = floor, held_from
+    def _undo_put_back(self, logicals: Sequence[int], dropped: int, held_from: int, floor: int) -> None:
+        for logical in logicals:
+            self.pages[logical] = -1
+        self.dropped, self.held_from, self.floor = dropped, held_from, floor
 
     def _undo_append(self, length: int) -> None:
         del self.pages[length:]

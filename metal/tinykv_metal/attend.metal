@@ -36,7 +36,8 @@ const int context_len = rows[4 * row];
 const int query_len = rows[4 * row + 1];
 const int low = rows[4 * row + 2];  // no query of this row sees a token in [keep, low)
 const int start = rows[4 * row + 3];  // of its page ids
-const int open_start = open_starts[row];
+const int open_start = open_starts[2 * row];
+const int full_until = open_starts[2 * row + 1];  // queries before this position read all tokens from open pages
 const int window = extent[0];       // 0: none
 const int keep = extent[1];
 const int part = extent[2] + threadgroup_position_in_grid.x;
@@ -71,8 +72,8 @@ if (begin >= keep) {
 for (int form = 0; form < (OPEN ? 2 : 1); form++) {
   const bool opened = OPEN && form == 1;
   // The first query's own page begins the open ones, the last one's ends the others.
-  const int from = opened ? max(begin, (context_len - query_len) / PAGE * PAGE) : begin;
-  const int stop = OPEN && !opened ? min(end, (context_len - 1) / PAGE * PAGE) : end;
+  const int from = opened ? max(begin, first_open(context_len - query_len, PAGE, full_until)) : begin;
+  const int stop = OPEN && !opened ? min(end, first_open(context_len - 1, PAGE, full_until)) : end;
   for (int tile = from; tile < stop; tile += TILE) {
     if (tile + TILE <= low && tile >= keep) {
       continue;
@@ -159,7 +160,7 @@ for (int form = 0; form < (OPEN ? 2 : 1); form++) {
               seen = seen && position <= own;
             }
             if (OPEN) {
-              seen = seen && (position >= own / PAGE * PAGE) == opened;
+              seen = seen && (position >= first_open(own, PAGE, full_until)) == opened;
             }
             if (WINDOW) {
               seen = seen && (position > own - (window - keep) || position < keep || own < window);

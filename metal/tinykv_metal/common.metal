@@ -97,6 +97,11 @@ METAL_FUNC bool in_reach(int position, int end, int low, int keep) {
   return position < end && (position >= low || position < keep);
 }
 
+// The first position that a query at `own` reads from open pages: that of its page, or the first of all.
+METAL_FUNC int first_open(int own, int page_size, int full_until) {
+  return own < full_until ? 0 : own / page_size * page_size;
+}
+
 // What a maximum of `from` is worth under the maximum `to`; a part that saw no token counts for nothing.
 METAL_FUNC float softmax_factor(float from, float to) {
   return from == -INFINITY ? 0.0f : fast::exp(from - to);

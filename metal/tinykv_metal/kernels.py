@@ -44,6 +44,8 @@ class Kernels:
         self._gather = Kernel("gather", [*_POOLS, "page_ids", "rows", *_AFTER], ["keys", "values", "token"])
         # Stands for an input that isn't there.
         self._absent = mx.array(np.zeros((1, 1, 1, 1), dtype=np.int32))
+        # For a pool that isn't there: so large that it arrives as ``device``, as pools do.
+        self._no_pool = mx.array(np.zeros((1, 1, 1, 8), dtype=np.int32))
         self._numbers: dict[tuple[float, float], mx.array] = {}
 
     @functools.cached_property
@@ -137,7 +139,7 @@ class Kernels:
         sinks_or_none = self._absent if sinks is None else sinks
         out, stats, token = self._attend(
             queries, key_pages, value_pages, self._page_ids(metadata), rows, extent, self._number_array(scale, softcap),
-            self._absent if array is None else array, sinks_or_none, *self._after(pages), *self._open(pages, opened),
+            self._absent if array is None else array, sinks_or_none, *self._after(pages), *self._open(opened),
             template=[
                 ("T", queries.dtype if whole else mx.float32), ("WHOLE", whole), *variant.constants,
                 *_storage("K", spec.keys, pages.shape(1)[0][3], spec.dtype),
@@ -163,11 +165,11 @@ class Kernels:
             )  # fmt: skip
         return out, token
 
-    def _open(self, pages: LayerPages, opened: PagedKVMetadata | None) -> list[mx.array]:
-        """The inputs of open pages; where there are none, other pools stand for them, which must be large ones."""
+    def _open(self, opened: PagedKVMetadata | None) -> list[mx.array]:
+        """The inputs of open pages."""
         if opened is None:
-            return [*_pools(pages), *(4 * [self._absent])]
-        starts = opened.step.cached("metal starts", lambda: _int32(opened.step.host_row_starts()))
+            return [*(2 * [self._no_pool]), *(4 * [self._absent])]
+        starts = opened.step.cached("metal starts", lambda: _open_starts(opened.step))
         return [*_pools(opened.pages), self._page_ids(opened), starts, *self._after(opened.pages)]
 
     def _after(self, pages: LayerPages) -> list[mx.array]:
@@ -247,6 +249,12 @@ def _token_rows(metadata: PagedKVMetadata, window: int, keep: int) -> tuple[mx.a
     first = 0 if keep else min((low for context, _, low, _ in rows if context), default=0) // PART
     parts = max(1, math.ceil(max(step.context_lens) / PART) - first)
     return _int32(rows), _int32([window, keep, first, parts]), parts
+
+
+def _open_starts(step: GroupStep) -> mx.array:
+    """For attend.metal: where each row's open page ids begin, and the position before which it reads only those."""
+    starts = step.host_row_starts().tolist()
+    return _int32([[start, table.retention.start] for start, table in zip(starts, step.tables, strict=True)])
 
 
 def _column_rows(step: GroupStep, spans: Sequence[Sequence[tuple[int, int]]]) -> mx.array:

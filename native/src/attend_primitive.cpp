@@ -20,7 +20,7 @@ struct Given {
 };
 
 // Inputs: queries, context_lens, query_lens, keys, values, block_table, [row_starts], then the same four of open pages
-// if there are any, [mask], [sinks], [what must come first].
+// and full_until if there are any, [mask], [sinks], [what must come first].
 class PagedAttention : public CpuPrimitive {
  public:
   PagedAttention(mx::Stream stream, const AttentionOptions& options, const Given& given, MaskKind mask, bool checked)
@@ -34,7 +34,8 @@ class PagedAttention : public CpuPrimitive {
  private:
   static constexpr int kRows = 3;
   int open_rows() const { return kRows + 3 + given_.starts; }
-  int mask_input() const { return open_rows() + (given_.open ? 3 + given_.open_starts : 0); }
+  int full_until() const { return open_rows() + 3 + given_.open_starts; }
+  int mask_input() const { return given_.open ? full_until() + 1 : open_rows(); }
 
   AttentionOptions options_;
   Given given_;
@@ -72,7 +73,10 @@ Attention PagedAttention::describe(const std::vector<mx::array>& inputs) const {
   attention.value_dim = dim_of(values, options_.values);
   attention.closed = store_of(inputs, kRows, given_.starts, options_.keys, options_.values);
   attention.opens = given_.open;
-  if (given_.open) attention.open = store_of(inputs, open_rows(), given_.open_starts, {}, {});
+  if (given_.open) {
+    attention.open = store_of(inputs, open_rows(), given_.open_starts, {}, {});
+    attention.full_until = inputs[full_until()].data<int32_t>();
+  }
   attention.context_lens = inputs[1].data<int32_t>();
   attention.query_lens = inputs[2].data<int32_t>();
   attention.scale = options_.scale;
@@ -134,7 +138,7 @@ void check_rows(const Rows& rows, const mx::array& queries, const Packing& keys,
   }
 }
 
-void check_arguments(const Rows& rows, const std::optional<Rows>& open, const mx::array& queries,
+void check_arguments(const Rows& rows, const std::optional<OpenRows>& open, const mx::array& queries,
                      const mx::array& context_lens, const mx::array& query_lens, const AttentionOptions& options) {
   auto refuse = [&](const std::string& what) {
     throw std::invalid_argument(std::string(kName) + ": " + what + " (queries " + text_of(queries.shape()) +
@@ -144,11 +148,14 @@ void check_arguments(const Rows& rows, const std::optional<Rows>& open, const mx
   if (queries.ndim() != 4) refuse("queries must be (batch, query_heads, tokens, head_dim)");
   check_rows(rows, queries, options.keys, options.values);
   if (open) {
-    check_rows(*open, queries, {}, {});
-    const mx::Shape &keys = rows.pages.keys.shape(), &open_keys = open->pages.keys.shape();
+    const Pages& pages = open->rows.pages;
+    check_rows(open->rows, queries, {}, {});
+    const mx::Shape &keys = rows.pages.keys.shape(), &open_keys = pages.keys.shape();
     if (keys[1] != open_keys[1] || keys[2] != open_keys[2] ||
-        dim_of(rows.pages.values, options.values) != open->pages.values.shape(3))
+        dim_of(rows.pages.values, options.values) != pages.values.shape(3))
       refuse("open pages " + text_of(open_keys) + " don't go with pages " + text_of(keys));
+    if (open->full_until.ndim() != 1 || open->full_until.shape(0) != queries.shape(0))
+      refuse("full_until " + text_of(open->full_until.shape()) + " must be (batch,)");
   }
   if (context_lens.ndim() != 1 || context_lens.shape(0) != queries.shape(0) ||
       query_lens.shape() != context_lens.shape())
@@ -161,7 +168,7 @@ void check_arguments(const Rows& rows, const std::optional<Rows>& open, const mx
 }  // namespace
 
 std::pair<mx::array, mx::array> attend(
-    const Rows& rows, const std::optional<Rows>& open, const mx::array& queries, const mx::array& context_lens,
+    const Rows& rows, const std::optional<OpenRows>& open, const mx::array& queries, const mx::array& context_lens,
     const mx::array& query_lens, const std::optional<mx::array>& mask, const std::optional<mx::array>& sinks,
     const AttentionOptions& options) {
   check_arguments(rows, open, queries, context_lens, query_lens, options);
@@ -178,7 +185,11 @@ std::pair<mx::array, mx::array> attend(
     known_rows = known_rows && known(inputs.back());
   };
   add(rows);
-  if (open) add(*open);
+  if (open) {
+    add(open->rows);
+    inputs.push_back(contiguous_as(open->full_until, mx::int32, stream));
+    known_rows = known_rows && known(inputs.back());
+  }
   MaskKind kind = MaskKind::none;
   if (mask) {
     kind = mask->dtype() == mx::bool_ ? MaskKind::boolean : MaskKind::additive;
@@ -193,11 +204,11 @@ std::pair<mx::array, mx::array> attend(
     inputs.push_back(contiguous_as(*sinks, mx::float32, stream));
   }
 
-  const Given given{bool(rows.row_starts), bool(open), open && open->row_starts, bool(mask), bool(sinks)};
+  const Given given{bool(rows.row_starts), bool(open), open && open->rows.row_starts, bool(mask), bool(sinks)};
   auto primitive = std::make_shared<PagedAttention>(stream, options, given, kind, known_rows);
   if (known_rows) check(primitive->describe(inputs));
   add_pending(inputs, rows.pages.written, rows.pages.last_read);
-  if (open) add_pending(inputs, open->pages.written, open->pages.last_read);
+  if (open) add_pending(inputs, open->rows.pages.written, open->rows.pages.last_read);
   mx::Shape shape = queries.shape();
   shape[3] = dim_of(rows.pages.values, options.values);
   auto outputs = mx::array::make_arrays({shape, token_shape()}, {queries.dtype(), token_dtype()}, primitive, inputs);

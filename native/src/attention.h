@@ -40,6 +40,7 @@ struct Attention {
   Store closed;        // what queries read,
   Store open;          // but for tokens in a query's own page, which are read from here,
   bool opens = false;  // if this is set
+  const int32_t* full_until = nullptr;  // batch: queries before this position read all tokens from the open store
   char* out = nullptr;
 
   const int32_t* context_lens = nullptr;  // batch

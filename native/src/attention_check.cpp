@@ -17,16 +17,16 @@ template <class... Parts>
   throw std::out_of_range(text.str());
 }
 
-const char* name_of(const Attention& attention, const Store& store) {
-  return &store == &attention.open ? "open block_table" : "block_table";
+const char* which(const Attention& attention, const Store& store) {
+  return &store == &attention.open ? "open " : "";
 }
 
 void check_pages(const Attention& attention, const Store& store, int row, int begin, int end) {
   const int32_t* table = store.pages_of(row);
   for (int page = begin / attention.page_size; page * int64_t(attention.page_size) < end; ++page)
     if (table[page] < 0 || table[page] >= store.num_pages)
-      refuse(name_of(attention, store), "[", row, "][", page, "] is ", table[page], ", but there are pages 0 to ",
-             store.num_pages - 1, " and row ", row, " reads positions ", begin, " to ", end - 1, " (page_size ",
+      refuse(which(attention, store), "block_table[", row, "][", page, "] is ", table[page],
+             ", but there are pages 0 to ", store.num_pages - 1, " and row ", row, " reads positions ", begin, " to ", end - 1, " (page_size ",
              attention.page_size, ")");
 }
 
@@ -38,8 +38,8 @@ void check_room(const Attention& attention, const Store& store, int row) {
   const int64_t room = width * attention.page_size;
   const int context = attention.context_lens[row];
   if (context < 0 || context > room)
-    refuse("context_lens[", row, "] is ", context, ", but a ", name_of(attention, store), " of ", width, " pages of ",
-           attention.page_size, " tokens has room for 0 to ", room);
+    refuse("context_lens[", row, "] is ", context, ", but ", &store == &attention.open ? "an open" : "a", " block table of ", width,
+           " pages of ", attention.page_size, " tokens has room for 0 to ", room);
 }
 
 }  // namespace
@@ -59,7 +59,7 @@ Visible visible_in(const Attention& attention, bool open, int row, int token) {
   Visible range = visible(attention, row, token);
   if (!attention.opens) return range;
   const int position = attention.context_lens[row] - attention.query_lens[row] + token;
-  const int own = position / attention.page_size * attention.page_size;
+  const int own = position < attention.full_until[row] ? 0 : position / attention.page_size * attention.page_size;
   if (open) {
     if (own > 0) range.kept = 0;
     range.begin = std::max(range.begin, own);

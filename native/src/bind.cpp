@@ -26,13 +26,14 @@ static Packing packing(const std::optional<PackingNumbers>& numbers) {
   return {bits, group_size, dim, dtype};
 }
 
-// Key pages, value pages, block table, row starts, and what must have happened before: written, last_read.
-using OpenRows = std::tuple<mx::array, mx::array, mx::array, OptionalArray, OptionalArray, OptionalArray>;
+// Key pages, value pages, block table, row starts, full_until, and what must have happened before: written, last_read.
+using OpenArrays =
+    std::tuple<mx::array, mx::array, mx::array, OptionalArray, mx::array, OptionalArray, OptionalArray>;
 
-static std::optional<Rows> rows_of(const std::optional<OpenRows>& open) {
+static std::optional<OpenRows> open_rows(const std::optional<OpenArrays>& open) {
   if (!open) return {};
-  const auto& [keys, values, block_table, row_starts, written, last_read] = *open;
-  return Rows{{keys, values, written, last_read}, block_table, row_starts};
+  const auto& [keys, values, block_table, row_starts, full_until, written, last_read] = *open;
+  return OpenRows{{{keys, values, written, last_read}, block_table, row_starts}, full_until};
 }
 
 NB_MODULE(_ext, m) {
@@ -48,8 +49,8 @@ NB_MODULE(_ext, m) {
          bool causal, int window, int keep, float softcap, const std::optional<PackingNumbers>& keys,
          const std::optional<PackingNumbers>& values, const OptionalArray& row_starts,
          const OptionalArray& mask, const OptionalArray& sinks, const OptionalArray& written,
-         const OptionalArray& last_read, const std::optional<OpenRows>& open) {
-        return attend({{key_pages, value_pages, written, last_read}, block_table, row_starts}, rows_of(open), queries,
+         const OptionalArray& last_read, const std::optional<OpenArrays>& open) {
+        return attend({{key_pages, value_pages, written, last_read}, block_table, row_starts}, open_rows(open), queries,
                       context_lens, query_lens, mask, sinks,
                       {scale, causal, window, keep, softcap, packing(keys), packing(values)});
       },

@@ -48,10 +48,16 @@ struct Rows {
   std::optional<mx::array> row_starts;
 };
 
-// With `open` the tokens of a query's own page are read from there, where they aren't packed, and all others from `rows`.
+// Pages that aren't packed, for the tokens of a query's own page; and for all tokens where a query is before the position
+// that full_until has for its row.
+struct OpenRows {
+  Rows rows;
+  mx::array full_until;
+};
+
 // Returns the output, (batch, query_heads, query_len, value_dim) in the dtype of the queries, and a token.
 std::pair<mx::array, mx::array> attend(
-    const Rows& rows, const std::optional<Rows>& open, const mx::array& queries, const mx::array& context_lens,
+    const Rows& rows, const std::optional<OpenRows>& open, const mx::array& queries, const mx::array& context_lens,
     const mx::array& query_lens, const std::optional<mx::array>& mask, const std::optional<mx::array>& sinks,
     const AttentionOptions& options);
 

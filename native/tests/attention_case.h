@@ -31,6 +31,7 @@ struct Case {
   int value_bits = 0;
   int group_size = 64;
   bool open = false;
+  int full_until = 0;
 
   Format keys() const { return {dtype, key_bits, key_bits ? group_size : 0}; }
   Format values() const { return {dtype, value_bits, value_bits ? group_size : 0}; }
@@ -40,7 +41,7 @@ struct Case {
 struct Memory {
   Attention attention;
   std::vector<char> queries, keys, values, open_keys, open_values, out;
-  std::vector<int32_t> table, open_table, contexts, query_lens;
+  std::vector<int32_t> table, open_table, full_until, contexts, query_lens;
   std::vector<float> sinks, additive;
   std::vector<uint8_t> boolean;
 
@@ -100,6 +101,7 @@ inline Memory::Memory(const Case& c) {
   for (int row = 0; row < batch; ++row) {
     contexts.push_back(c.contexts[row]);
     query_lens.push_back(std::min(c.queries, c.contexts[row]));
+    full_until.push_back(c.full_until);
   }
   for (const bool open : {false, true}) {
     if (open && !c.open) continue;
@@ -112,8 +114,9 @@ inline Memory::Memory(const Case& c) {
       const int context = c.contexts[row], oldest = context - query_lens[row];
       int first = c.window && c.keep == 0 ? std::max(0, context - c.window - c.queries + 1) : 0;
       int last = context;
-      if (open) first = oldest / c.page_size * c.page_size;
-      if (c.open && !open && context > 0) last = (context - 1) / c.page_size * c.page_size;
+      auto own = [&](int position) { return position < c.full_until ? 0 : position / c.page_size * c.page_size; };
+      if (open) first = own(oldest);
+      if (c.open && !open && context > 0) last = own(context - 1);
       for (int position = first; position < last; ++position) {
         // Open pages are other ones.
         const int page = row * width + position / c.page_size, id = ids[open ? pages - 1 - page : page];
@@ -143,6 +146,7 @@ inline Memory::Memory(const Case& c) {
   a.page_size = c.page_size;
   a.closed = {keys.data(), c.keys(), values.data(), c.values(), pages, width, table.data()};
   a.opens = c.open;
+  a.full_until = full_until.data();
   if (c.open) a.open = {open_keys.data(), full, open_values.data(), full, pages, width, open_table.data()};
   a.queries = queries.data();
   a.dtype = c.dtype;

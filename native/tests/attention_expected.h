@@ -27,13 +27,15 @@ inline std::vector<double> expected(const Attention& a, int row, int head, int t
   const Visible seen = visible(a, row, token);
   const int64_t* strides = a.query_strides;
   const int64_t query = row * strides[0] + head * strides[1] + token * strides[2];
-  const int own = (a.context_lens[row] - a.query_lens[row] + token) / a.page_size;
+  const int place = a.context_lens[row] - a.query_lens[row] + token;
+  const bool full = a.opens && place < a.full_until[row];
   std::vector<double> scores, out(a.value_dim, 0);
   std::vector<size_t> slots;
   std::vector<const Store*> stores;
   for (int position = 0; position < a.context_lens[row]; ++position) {
     if (position >= seen.end || (position >= seen.kept && position < seen.begin)) continue;
-    const Store& store = a.opens && position / a.page_size == own ? a.open : a.closed;
+    const bool own = full || position / a.page_size == place / a.page_size;
+    const Store& store = a.opens && own ? a.open : a.closed;
     const size_t page = store.pages_of(row)[position / a.page_size];
     const size_t slot = (page * a.kv_heads + head / a.rows_per_token()) * a.page_size + position % a.page_size;
     double score = 0;

@@ -44,6 +44,8 @@ std::vector<Case> cases() {
     add({.contexts = {600, 20}, .queries = 5, .window = 9, .softcap = 3, .sinks = true, .value_bits = 6, .open = true});
     add({.contexts = {700, 9}, .window = 40, .keep = 4, .key_bits = 4, .open = true});
     add({.contexts = {60, 30}, .queries = 1, .causal = false, .mask = MaskKind::additive, .key_bits = 4, .open = true});
+    add({.contexts = {700, 550, 90}, .queries = 40, .key_bits = 8, .value_bits = 8, .open = true, .full_until = 530});
+    add({.contexts = {30, 70}, .window = 20, .keep = 3, .key_bits = 8, .open = true, .full_until = 40});
     add({.contexts = {60, 30}, .queries = 4, .mask = MaskKind::boolean, .key_bits = 4, .open = true});
   }
   return all;
@@ -101,7 +103,7 @@ void test_refusals() {
   CHECK(open_refusal(3, [](Memory&) {}).empty());
   CHECK(open_refusal(1, [](Memory& m) { m.open_table[2] = -1; }).find("open block_table[0][2] is -1") !=
         std::string::npos);
-  CHECK(open_refusal(1, [](Memory& m) { m.attention.open.table_width = 2; }).find("open block_table of 2 pages") !=
+  CHECK(open_refusal(1, [](Memory& m) { m.attention.open.table_width = 2; }).find("open block table of 2 pages") !=
         std::string::npos);
   CHECK(open_refusal(3, [](Memory& m) { m.attention.causal = false; }).find("query_lens[0] is 3") != std::string::npos);
   CHECK(open_refusal(1, [](Memory& m) { m.attention.keep = 17; }).find("keep=17 is more") != std::string::npos);

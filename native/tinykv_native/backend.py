@@ -215,7 +215,8 @@ def _values_of(pages: LayerPages) -> mx.array | None:
 def _open_rows(opened: PagedKVMetadata) -> tuple[mx.array | None, ...]:
     """Open pages as the compiled operation takes them."""
     pages = opened.pages
-    return pages.keys, pages.values, opened.page_ids, opened.row_starts, pages.written, pages.last_read
+    rows = opened.page_ids, opened.row_starts, opened.step.full_until()
+    return pages.keys, pages.values, *rows, pages.written, pages.last_read
 
 
 def _packing(packed: Affine | None, dim: int, dtype: mx.Dtype) -> tuple[int, int, int, mx.Dtype] | None:

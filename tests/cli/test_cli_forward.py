@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tinykv_plugin.cli.forward import asks_for_help, take_max_kv_size
+from tinykv_plugin.cli.forward import MAX_KV_SIZE, SHORTEST_MAX_KV_SIZE, asks_for_help, take_value
 from tinykv_plugin.config import KVCacheConfig
 
 Call = Callable[..., Any]
@@ -180,7 +180,7 @@ def test_our_max_kv_size_beats_mlx_lms(tinykv: Call, seen: dict[str, Any]) -> No
     ],
 )
 def test_max_kv_size_is_read_as_argparse_would(argv: list[str], found: str | None, others: list[str]) -> None:
-    assert take_max_kv_size(argv) == (found, others)
+    assert take_value(argv, MAX_KV_SIZE, SHORTEST_MAX_KV_SIZE) == (found, others)
     parser = argparse.ArgumentParser()
     parser.add_argument("--max-kv-size")
     parser.add_argument("--max-tokens")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+from open_pages import CALLS, errors
 
 from metal_case import TOLERANCE, Case, error, new_tokens, wide
 from msl_cpu.program import KernelError
@@ -71,6 +72,21 @@ def attend_odd_dim(backend: Any) -> None:
 def attend_quantized(backend: Any) -> None:
     case = Case([20, 9], key_dim=96, value_dim=64, kv_format=KVFormat(5, 4, 32)).fill(backend)
     if not error(case.attend(backend), case.expected()) < TOLERANCE[mx.float32]:
+        raise WrongNumbersError
+
+
+def attend_open(backend: Any) -> None:
+    if not max(errors(backend, CALLS["drafts"])) < 2e-5:
+        raise WrongNumbersError
+
+
+def attend_open_sets(backend: Any) -> None:
+    if not max(errors(backend, CALLS["many query heads"])) < 2e-5:
+        raise WrongNumbersError
+
+
+def attend_full(backend: Any) -> None:
+    if not max(errors(backend, CALLS["full precision at the start"])) < 2e-5:
         raise WrongNumbersError
 
 
@@ -263,7 +279,7 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
     ),
     "no barrier before a tile is read": (
         attend_sets,
-        Replace("attend", f"    {BARRIER}\n  }}\n", "  }\n"),
+        Replace("attend", f"      {BARRIER}\n    }}\n", "    }\n"),
         KernelError,
         "RACE on 'scratch'|NOT INITIALISED: threadgroup 'scratch'",
     ),
@@ -351,6 +367,42 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
         Replace("attend", "D % 32 == 0 || dim < D", "true"),
         KernelError,
         "OUT OF BOUNDS: buffer 'key_pages'",
+    ),
+    "open: page ids of the others": (
+        attend_open,
+        Replace("attend", "open_page_ids[open_start + first / PAGE]", "page_ids[start + first / PAGE]"),
+        WrongNumbersError,
+        "",
+    ),
+    "open: page ids of the others, in tiles": (
+        attend_open_sets,
+        Replace("attend", "open_page_ids[open_start + position / PAGE]", "page_ids[start + position / PAGE]"),
+        WrongNumbersError,
+        "",
+    ),
+    "open: a page that is both": (
+        attend_open,
+        Replace("attend", "(position >= first_open(own, PAGE, full_until)) == opened", "true"),
+        WrongNumbersError,
+        "",
+    ),
+    "open: the last page only": (
+        attend_open,
+        Replace("attend", "first_open(context_len - query_len, PAGE", "first_open(context_len - 1, PAGE"),
+        WrongNumbersError,
+        "",
+    ),
+    "open: rows as long as packed ones": (
+        attend_open,
+        Replace("attend", "opened ? K_DIM : K_ROW", "K_ROW"),
+        WrongNumbersError,
+        "",
+    ),
+    "open: no full precision at the start": (
+        attend_full,
+        Replace("attend", "own < full_until ? 0 : own", "own"),
+        WrongNumbersError,
+        "",
     ),
     "quantized: no bias": (attend_quantized, Replace("attend", "1u)) + bias;", "1u));"), WrongNumbersError, ""),
     "quantized: the scale of another group": (

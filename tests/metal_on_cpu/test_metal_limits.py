@@ -45,6 +45,8 @@ def test_what_it_serves(backend: Any, changes: dict[str, Any]) -> None:
         ({"window": 128, "keep": 4, "query_len": 2}, "keep=4 with 2 query tokens per row"),
         ({"window": 128, "mask": "array"}, "an array as mask together with a window"),
         ({"window": 4, "keep": 4}, "window 4 is not more than keep=4"),
+        ({"open_page": True, "mask": "array", "query_len": 2}, "open pages with 2 query tokens per row that aren't"),
+        ({"open_page": True, "window": 40, "keep": 40 - 4}, "open pages of 32 tokens with keep=36"),
     ],
 )
 def test_what_it_does_not_serve(backend: Any, changes: dict[str, Any], reason: str) -> None:

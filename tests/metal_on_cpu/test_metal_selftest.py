@@ -77,12 +77,17 @@ BROKEN: dict[str, tuple[dict[str, Any], Any, str]] = {
     ),
     "values as long as keys": (
         {"value_dim": 32},
-        Replace("attend", "kv_heads, PAGE, V_ROW", "kv_heads, PAGE, K_ROW"),
+        Replace("attend", "opened ? V_DIM : V_ROW", "K_ROW"),
         DIFFERS,
     ),
     "no biases": (
         {"key_dim": 32, "value_dim": 32, "keys": FORMAT.keys(32), "values": FORMAT.values(32)},
         Replace("attend", "1u)) + bias;", "1u));"),
+        DIFFERS,
+    ),
+    "own pages like the others": (
+        {"key_dim": 32, "value_dim": 32, "keys": FORMAT.keys(32), "values": FORMAT.values(32), "open_page": True},
+        Replace("attend", "open_page_ids[open_start + first / PAGE]", "page_ids[start + first / PAGE]"),
         DIFFERS,
     ),
     "vectors of another set": (

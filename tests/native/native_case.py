@@ -28,6 +28,7 @@ class Metadata:
     slot_mapping: mx.array
     window: int | None = None
     keep: int = 0
+    open: None = None
     known: bool = True  # whether the block table is there when it is handed over
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 from native_case import TOLERANCE, Case, error, same_bits
+from open_pages import CALLS, DECODE, PROMPTS, errors
 
 from tinykv_plugin.kv_format import KVFormat
 
@@ -132,3 +134,16 @@ def test_pages_that_do_not_fit_the_format_are_refused(native: Any, backend: Any)
                 case.q, pages.keys, pages.values, metadata.block_table, metadata.context_lens, metadata.query_lens,
                 scale=1.0, keys=packing, values=(8, 64, 64, mx.float32),
             )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*CALLS, *PROMPTS])
+def test_a_querys_own_page_is_read_from_open_pages(backend: Any, name: str) -> None:
+    assert max(errors(backend, {**CALLS, **PROMPTS}[name])) < 2e-5
+
+
+def test_masks_that_are_not_causal_are_refused_with_open_pages(backend: Any) -> None:
+    for changes, reason in (
+        ({"mask": "array", "query_len": 3}, "open pages with 3 query tokens per row that aren't causal"),
+        ({"window": 24, "keep": 4, "page_size": 2}, "open pages of 2 tokens with keep=4"),
+    ):
+        assert backend.supports(replace(DECODE, **changes)) == [reason]

@@ -11,7 +11,7 @@ from .console import console, log_to_stderr
 from .failures import UsageError
 from .flags import MLX_LM_FIELDS, PREFIX, flags_help, take_kv_flags
 from .launched import divided
-from .mlx_lm_commands import WITH_MAX_KV_SIZE, MlxLmCommand
+from .mlx_lm_commands import WITH_MAX_KV_SIZE, WITH_QUANTIZED_START, MlxLmCommand
 from .models import DENSE, AttachedModels
 from .patches import arguments
 from .prompt_files import paged_prompt_files
@@ -35,8 +35,6 @@ def forward(command: MlxLmCommand, argv: Sequence[str]) -> int:
     if asks_for_help(rest):
         return _help(command, rest)
     config, rest = _configuration(command, fields, rest)
-    if config.cache != DENSE and (config.bits or config.key_bits or config.value_bits):
-        _require_quantized_from_the_start(rest)
     with log_to_stderr(verbose=config.verbose):
         check_plugins(config)
         with (
@@ -68,14 +66,20 @@ def _configuration(
         back = ((PREFIX + field.replace("_", "-"), str(value)) for field, value in shared.items())
         fields, rest = own, [*rest, *(part for flag in back for part in flag)]
     config = KVCacheConfig(**fields)
-    if command.name not in WITH_MAX_KV_SIZE or config.cache == DENSE:
+    if config.cache == DENSE:
         return config, rest
-    size, without = take_max_kv_size(rest)
-    if size is None:
-        return config, rest
-    if "max_kv_size" in fields:
-        return config, without
-    return KVCacheConfig(**fields, max_kv_size=size), rest
+    more: dict[str, str] = {}
+    if command.name in WITH_MAX_KV_SIZE:
+        size, without = take_value(rest, MAX_KV_SIZE, SHORTEST_MAX_KV_SIZE)
+        if size is not None and "max_kv_size" in fields:
+            rest = without
+        elif size is not None:
+            more["max_kv_size"] = size
+    if command.name in WITH_QUANTIZED_START and "quantized_start" not in fields:
+        start, _ = take_value(rest, QUANTIZED_START, SHORTEST_QUANTIZED_START)
+        if start is not None:
+            more["quantized_start"] = start
+    return (KVCacheConfig(**fields, **more) if more else config), rest
 
 
 def _prepared(
@@ -109,8 +113,8 @@ def asks_for_help(argv: Sequence[str]) -> bool:
     return any(argument == "-h" or (len(argument) >= 3 and "--help".startswith(argument)) for argument in options)
 
 
-def take_max_kv_size(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The value of mlx-lm's ``--max-kv-size``, which argparse lets be shortened, and ``argv`` without it.
+def take_value(argv: Sequence[str], option: str, shortest: str) -> tuple[str | None, list[str]]:
+    """The value of one of mlx-lm's options, which argparse lets be shortened, and ``argv`` without it.
 
     None, and all of ``argv``, if it isn't there or isn't a number, which is mlx-lm's to report.
     """
@@ -123,7 +127,7 @@ def take_max_kv_size(argv: Sequence[str]) -> tuple[str | None, list[str]]:
         if argument == "--":
             others += [argument, *remaining]
             break
-        if not _is_short_for(name, MAX_KV_SIZE, SHORTEST_MAX_KV_SIZE):
+        if not _is_short_for(name, option, shortest):
             others.append(argument)
             continue
         found = value if equals else "".join(remaining[:1])
@@ -137,17 +141,6 @@ def take_max_kv_size(argv: Sequence[str]) -> tuple[str | None, list[str]]:
 def _is_short_for(name: str, option: str, shortest: str) -> bool:
     """Whether argparse takes ``name`` for ``option``, which no other begins like down to ``shortest``."""
     return option.startswith(name) and len(name) >= len(shortest)
-
-
-def _require_quantized_from_the_start(argv: Sequence[str]) -> None:
-    for index, argument in enumerate(argv):
-        if argument == "--":
-            return
-        name, equals, value = argument.partition("=")
-        if not _is_short_for(name, QUANTIZED_START, SHORTEST_QUANTIZED_START):
-            continue
-        if (value if equals else "".join(argv[index + 1 : index + 2])) != "0":
-            raise UsageError(f"{QUANTIZED_START}: pages are quantized from the first token on; give 0, or leave it out")
 
 
 def _help(command: MlxLmCommand, argv: Sequence[str]) -> int:

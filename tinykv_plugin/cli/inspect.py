@@ -141,7 +141,7 @@ def group_sizes(kv: Attachment) -> list[GroupSize]:
     for group in kv.groups:
         held = None
         if group.open:
-            held = config.rewind  # beside the page in which it starts
+            held = config.rewind + config.quantized_start  # beside the page in which it starts
         elif group.window is not None:
             held = group.window + config.rewind
         elif config.max_kv_size is not None:

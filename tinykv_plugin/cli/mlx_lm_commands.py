@@ -18,6 +18,10 @@ WITH_MAX_KV_SIZE = frozenset({"cache_prompt", "chat", "generate"})
 """Commands that have the flag ``--max-kv-size``."""
 
 
+WITH_QUANTIZED_START = frozenset({"cache_prompt", "generate", "server"})
+"""Commands that have the flag ``--quantized-kv-start``."""
+
+
 @dataclass(frozen=True)
 class MlxLmCommand:
     """One subcommand, e.g. ``generate``, and where its ``main`` is."""

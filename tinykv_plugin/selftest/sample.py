@@ -19,9 +19,12 @@ from ..table import PageTable, Retention
 
 
 class Sample:
-    """Rows of ``contexts`` tokens for calls of the kind of ``request``; the same numbers for the same arguments."""
+    """Rows of ``contexts`` tokens for calls of the kind of ``request``; the same numbers for the same arguments.
 
-    def __init__(self, request: AttentionRequest, contexts: Sequence[int], seed: int = 0) -> None:
+    Queries before position ``full_until`` read open pages only, where there are such.
+    """
+
+    def __init__(self, request: AttentionRequest, contexts: Sequence[int], seed: int = 0, full_until: int = 0) -> None:
         self.request = request
         self.contexts = list(contexts)
         size, journal = request.page_size, Journal()
@@ -35,7 +38,7 @@ class Sample:
         pages = [[ids.pop() for _ in range(count)] for count in counts]
         # Open pages are others than those of the same tokens.
         others = [[self.num_pages - 1 - page for page in row] for row in pages]
-        retentions = [Retention(request.window, request.keep), Retention(page=size)]
+        retentions = [Retention(request.window, request.keep), Retention(page=size, start=full_until)]
         # Tables to write all tokens by, and tables from which a window has dropped pages, to read by.
         self._tables, self._reading = (
             [[PageTable(allocator, journal, size, retention) for _ in contexts] for retention in retentions]
