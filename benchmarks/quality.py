@@ -10,11 +10,12 @@ begun: with --json the file is written after each, and a run that was broken off
 mlx-lm's cache quantizes as it always does, but its K and V are dequantized before attention: the numbers are the same
 up to rounding, which is checked first, and its quantized matrix product takes several times as long on a CPU.
 
-What pages hold is what mlx-lm's cache holds, bit for bit: read by gather they give the same losses, which is shown
-first. The backend that is measured rounds differently (nearer to float64: benchmarks/rounding.py); rounded to few bits
-in layer after layer, that grows to what the two columns differ by, in one direction or the other. How far they are
-apart has a standard error of its own, from context to context: many short contexts (--context 256) tell more than few
-long ones, as all tokens of a context depend on how its first ones were rounded.
+What pages hold is what mlx-lm's cache holds, bit for bit: read by gather 8 bits give the same losses, which is shown
+first; with fewer bits a token reads its own page in full precision. The backend that is measured rounds differently
+(nearer to float64: benchmarks/rounding.py); rounded to few bits in layer after layer, that grows to what the two
+columns of 8 bits differ by, in one direction or the other. How far they are apart has a standard error of its own, from
+context to context: many short contexts (--context 256) tell more than few long ones, as all tokens of a context depend
+on how its first ones were rounded.
 """
 
 from __future__ import annotations
@@ -91,10 +92,10 @@ def with_pages(model: Any, tokens: mx.array, fields: dict[str, int], attention: 
         found = losses(model, tokens, make_prompt_cache(model))
         stats = kv.stats()
         # The arrays themselves, for those who don't believe the statistics.
-        pools = kv.session.pools
-        held = sum(a.nbytes for pool in pools for pages in pool.layers.values() for a in (pages.keys, pages.values))
-        slots = sum(next(iter(pool.layers.values())).num_pages * pool.page_size for pool in pools) // len(pools)
-        assert held == stats.bytes_reserved == slots * stats.bytes_per_token, (held, stats)
+        pools = [[*pool.layers.values()] for pool in kv.session.pools]
+        held = [sum(a.nbytes for pages in pool for a in (pages.keys, pages.values)) for pool in pools]
+        assert sum(held) == stats.bytes_reserved, (held, stats)
+        assert held[0] == pools[0][0].num_pages * pools[0][0].page_size * stats.bytes_per_token, (held, stats)
         return found, stats.bytes_per_token
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from tinykv_plugin.cli.forward import MAX_KV_SIZE, SHORTEST_MAX_KV_SIZE, asks_for_help, take_value
+from tinykv_plugin.cli.flags import take_kv_flags
+from tinykv_plugin.cli.forward import MAX_KV_SIZE, SHORTEST_MAX_KV_SIZE, asks_for_help, configuration, take_value
+from tinykv_plugin.cli.mlx_lm_commands import mlx_lm_commands
 from tinykv_plugin.config import KVCacheConfig
 
 Call = Callable[..., Any]
@@ -58,11 +60,23 @@ def test_mlx_lms_arguments_are_untouched(tinykv: Call, seen: dict[str, Any]) -> 
     assert done.err == "tinykv: no paged cache was used\n"
 
 
-def test_when_to_quantize_only_matters_to_quantized_pages(tinykv: Call, seen: dict[str, Any]) -> None:
-    for argv in (["--quantized-kv-start", "9"], ["--kv-bits=8", "--", "--quantized-kv-start", "9"]):
-        assert tinykv("chat", *argv).code == 0
-        assert seen["argv"][1:] == [argument for argument in argv if argument != "--kv-bits=8"]
-    assert tinykv("chat", "--kv-bits", "8", "--quantized-kv-start=9").code == 2
+@pytest.mark.parametrize(
+    ("argv", "start"),
+    [
+        (["generate", "--kv-bits=4", "--quantized-kv-start", "9"], 9),
+        (["server", "--kv-bits=4", "--quantized=9"], 9),
+        (["generate", "--kv-bits=4", "--kv-quantized-start=7", "--quantized-kv-start", "9"], 7),
+        (["generate", "--kv-bits=4", "--", "--quantized-kv-start", "9"], 0),
+        (["generate", "--kv-bits=4"], 0),
+        (["chat", "--kv-bits=4", "--kv-quantized-start=7"], 7),
+    ],
+    ids=str,
+)
+def test_when_to_quantize_is_taken_from_mlx_lms_flag(argv: list[str], start: int) -> None:
+    fields, rest = take_kv_flags(argv[1:])
+    config, rest = configuration(mlx_lm_commands()[argv[0]], fields, rest)
+    assert config.quantized_start == start
+    assert rest == [argument for argument in argv[1:] if not argument.startswith("--kv-")], "mlx-lm sees its own flags"
 
 
 def test_the_loader_is_restored(tinykv: Call, seen: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def forward(command: MlxLmCommand, argv: Sequence[str]) -> int:
         return 0
     if asks_for_help(rest):
         return _help(command, rest)
-    config, rest = _configuration(command, fields, rest)
+    config, rest = configuration(command, fields, rest)
     with log_to_stderr(verbose=config.verbose):
         check_plugins(config)
         with (
@@ -51,14 +51,14 @@ def forward(command: MlxLmCommand, argv: Sequence[str]) -> int:
     return 0
 
 
-def _configuration(
+def configuration(
     command: MlxLmCommand, fields: Mapping[str, str | bool], rest: list[str]
 ) -> tuple[KVCacheConfig, list[str]]:
     """The settings, and the arguments for mlx-lm.
 
     Flags for quantized K/V that mlx-lm has as well are given to it where it makes the caches. mlx-lm's own
-    ``--max-kv-size`` is a flag of ours too. If ours is given as well, it counts and mlx-lm's is taken out: it would be
-    what a cache is asked for.
+    ``--max-kv-size`` and ``--quantized-kv-start`` are flags of ours too, which count if both are given. mlx-lm's
+    ``--max-kv-size`` is taken out then: it would be what a cache is asked for.
     """
     shared = {field: fields[field] for field in MLX_LM_FIELDS if field in fields}
     own = {field: value for field, value in fields.items() if field not in shared}
