@@ -100,8 +100,9 @@ def row_masks(
 
 def _causal(count: int, prior: int, window: int | None, start: int = 0, chunk: int | None = None) -> Bools:
     queries, columns = np.arange(prior, prior + count)[:, None], np.arange(prior + count)[None]
-    behind = queries - columns
-    seen: Bools = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+    seen: Bools = columns <= queries
+    if window is not None:
+        seen &= columns > queries - window
     if chunk is not None:
         first = start - prior  # the position of column 0
         seen = seen & ((queries + first) // chunk == (columns + first) // chunk)

@@ -121,3 +121,10 @@ def save_tokenizer(folder: Path, vocab_size: int) -> None:
         "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def wide_model_dir(save_model: Any, tiny_llama: Any, known_settings: Any) -> Path:
+    """Its head dimension is large enough for mlx-lm's quantized cache."""
+    model = tiny_llama(seed=4, hidden_size=128)
+    return Path(save_model(model, known_settings(model.args), "wide"))

@@ -49,13 +49,6 @@ def draft_model_dir(save_model: Call, tiny_llama: Call, known_settings: Call) ->
     return Path(save_model(model, known_settings(model.args), "draft"))
 
 
-@pytest.fixture(scope="session")
-def wide_model_dir(save_model: Call, tiny_llama: Call, known_settings: Call) -> Path:
-    """Its head dimension is large enough for mlx-lm's quantized cache."""
-    model = tiny_llama(seed=4, hidden_size=128)
-    return Path(save_model(model, known_settings(model.args), "wide"))
-
-
 def text_of(output: str) -> str:
     """The generated text, between the two rules that ``generate`` prints around it."""
     return output.split("=" * 10)[1]

@@ -111,3 +111,14 @@ def test_neighbours_served_alike_are_one_row() -> None:
     table = plan_table(plan, "model")
     assert list(table.columns[0].cells) == ["0-2", "3", "4-5"]
     assert table.row_count == 3
+
+
+def test_few_bits(tinykv: Call, wide_model_dir: Path) -> None:
+    """Beside 4,096 rounded tokens a request has open pages: its last one, and one for a rewind of 16 tokens."""
+    done = tinykv("inspect", str(wide_model_dir), "--kv-page-size", "16", "--kv-memory", "64MiB", "--kv-bits", "4")
+    assert done.code == 0, done.err
+    found = rows(done.out)
+    # 4 layers, 2 heads of 32 elements, K and V: 16 bytes each, scale and bias; 128 bytes in float32.
+    assert found["a token"] == ["384 B"]
+    assert found["the page being filled, besides"] == ["32.0 KiB"]
+    assert found["such a chat in pages"] == [f"{(4096 * 384 + 2 * 2**15) / 2**20:.2f} MiB"]
