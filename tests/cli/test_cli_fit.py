@@ -116,7 +116,8 @@ def test_a_configuration_alone_is_enough(tinykv: Call, llama_8b: Path) -> None:
     assert rows[0][:6] == ["bfloat16", "16", "128 KiB", "4.00 GiB", "16.0 GiB", "yes"]
     # 8 bits and, for each 64 of them, a scale and a bias of 16.
     assert rows[4][1:6] == ["16", "68.0 KiB", "2.12 GiB", "8.50 GiB", "yes"]
-    assert rows[8][1:6] == ["16", "36.0 KiB", "1.12 GiB", "4.50 GiB", "yes"]
+    # And with 4 bits two open pages of 2 MiB.
+    assert rows[8][1:6] == ["16", "36.0 KiB", "1.13 GiB", "4.52 GiB", "yes"]
     assert "4 requests of 32,768 tokens fit with --kv-memory 16384MiB --kv-page-size 32" in done.out
     assert done.out.count("\n") < 60
 

@@ -141,12 +141,23 @@ def test_generate_with_quantized_pages(tinykv: Call, stock: Call, wide_model_dir
     # A file of quantized pages, made and used with the same flags.
     file = str(tmp_path / "cache.safetensors")
     saving = ["--model", str(wide_model_dir), "--prompt", TEXT, "--prompt-cache-file", file]
+    flags[1] = "8"
     assert tinykv("cache_prompt", *saving, *flags, "--quantized-kv-start", "0").code == 0
     asking = ["--prompt-cache-file", file, "--prompt", "keys", "-m", "8"]
     assert text_of(tinykv("generate", *asking, *flags).out) == text_of(stock("generate", *asking, "--kv-group-size=32"))
-    refused = tinykv("generate", *asking, "--kv-bits", "8", "--kv-group-size=32")
+    refused = tinykv("generate", *asking, "--kv-bits", "4", "--kv-group-size=32")
     assert refused.code == 1
-    assert "layer 0 holds 4 bits in groups of 32, its pages hold 8 bits in groups of 32" in refused.err
+    assert "layer 0 holds 8 bits in groups of 32, its pages hold 4 bits in groups of 32" in refused.err
+
+
+def test_generate_with_full_precision_at_first(tinykv: Call, stock: Call, wide_model_dir: Path) -> None:
+    """Before --quantized-kv-start, mlx-lm's or ours, nothing is rounded."""
+    argv = [*generate_arguments(wide_model_dir), "-m", "24"]
+    exact = text_of(stock("generate", *argv)).strip()
+    flags = ["--kv-bits", "4", "--kv-group-size=32", "--kv-page-size", "4"]
+    assert text_of(tinykv("generate", *argv, *flags).out).strip() != exact
+    for flag in ("--quantized-kv-start", "--kv-quantized-start"):
+        assert text_of(tinykv("generate", *argv, *flags, flag, "5000").out).strip() == exact
 
 
 def test_out_of_pages_is_one_line_after_the_statistics(tinykv: Call, tiny_model_dir: Path) -> None:
