@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -187,21 +188,37 @@ def paged_calls(
         table = PageTable(allocator, journal, page_size, Retention())
         table.append([order.pop() for _ in range(-(-context // page_size))])
         tables.append(table)
-    layers = [LayerPages(spec, page_size) for _ in range(copies_for(shape, dtype))]
+    layers = [LayerPages(spec, page_size, kv_format.opens) for _ in range(copies_for(shape, dtype))]
+    opened = [_open_table(allocator, journal, page_size, *row) for row in enumerate(shape.contexts)]
     for pages in layers:
         writer.resize(pages, total)
-    for table, context in zip(tables, shape.contexts, strict=True):
-        step = GroupStep([table], [context], [context], context)
-        tokens = spec.encode(*(some_tokens(shape, context, dtype) for _ in range(2)))
+        if pages.open is not None:
+            writer.resize(pages.open, len(opened))
+    for table, open_table, context in zip(tables, opened, shape.contexts, strict=True):
+        step, open_step = (GroupStep([one], [context], [context], context) for one in (table, open_table))
+        tokens = [some_tokens(shape, context, dtype) for _ in range(2)]
+        stored = spec.encode(*tokens)
         for pages in layers:
-            writer.write(PagedKVMetadata(pages, step), *tokens)
+            writer.write(PagedKVMetadata(pages, step), *stored)
+            if pages.open is not None:
+                writer.write(PagedKVMetadata(pages.open, open_step), *tokens)
         mx.eval([pages.state() for pages in layers])
     queries = mx.random.normal((len(tables), shape.query_heads, shape.queries, shape.dim)).astype(dtype)
     mx.eval(queries)
-    step = GroupStep(tables, list(shape.contexts), [shape.queries] * len(tables), shape.queries)
+    step, step.open = (
+        GroupStep(each, list(shape.contexts), [shape.queries] * len(tables), shape.queries) for each in (tables, opened)
+    )
     return [
         lambda pages=pages: backend.attend(
-            queries, PagedKVMetadata(pages, step), scale=shape.dim**-0.5, mask=mask, sinks=None
+            queries, PagedKVMetadata(pages, step, pages.open), scale=shape.dim**-0.5, mask=mask, sinks=None
         )
         for pages in layers
     ]
+
+
+def _open_table(allocator: PageAllocator, journal: Journal, page_size: int, row: int, context: int) -> PageTable:
+    """The table of a row that has only its last page among the open ones, as page ``row``."""
+    table = PageTable(allocator, journal, page_size, Retention(page=page_size))
+    table.dropped = max(0, -(-context // page_size) - 1)
+    table.pages = array("i", [-1] * table.dropped + [row])
+    return table
