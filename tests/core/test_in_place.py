@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 from models import batched, greedy, logits, prompt, shared
 
 import tinykv_plugin as tinykv
@@ -109,6 +109,27 @@ def test_trims_and_reused_pages_are_written_in_place(model: Any, kv: Attachment)
             layer.trim(45)
         assert extra(lambda cache=cache: logits(model, prompt(30), cache)) < array_bytes(kv) / 10
         del cache
+
+
+@pytest.mark.parametrize("fields", [{"bits": 4}, {"bits": 8, "quantized_start": 50}], ids=str)
+@pytest.mark.parametrize("attention", ["gather", "auto"])
+def test_open_pages_are_written_in_place(model: Any, fields: dict[str, int], attention: str) -> None:
+    with tinykv.attach(model, page_size=32, attention=attention, memory="4GiB", **fields) as kv:
+        for pool in kv.session.pools:
+            pool.allocator.release(pool.allocate(PAGES))
+        small = kv.session.pools[1].layers[0].nbytes // 20
+        cache = make_prompt_cache(model)
+        for size in (40, 2, 33):
+            assert extra(lambda size=size: logits(model, prompt(size), cache)) < small, size
+        for token in prompt(9):
+            assert extra(lambda token=token: logits(model, [token], cache)) < small
+        forks = [copy.deepcopy(cache) for _ in range(3)]
+        assert extra(lambda: [logits(model, [5], one) for one in forks]) < small
+        for count in (3, 50):  # the second leads farther back than open pages are kept
+            trim_prompt_cache(cache, count)
+            assert extra(lambda: logits(model, [6, 7], cache)) < small
+        assert extra(lambda: batched(model, [prompt(9), prompt(3), prompt(14)], 8)) < small
+        kv.check()
 
 
 def test_growth_needs_one_array_at_a_time(model: Any, kv: Attachment) -> None:
