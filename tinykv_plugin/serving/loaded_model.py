@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ..attachment import attachment_of
@@ -14,8 +16,13 @@ from ..errors import ConfigError, DraftError, OutOfPagesError, RequestTooLargeEr
 from ..pool import Budget, PagePool, find_room
 from ..prefix_cache import PrefixCache
 from ..session import PagedSession
+from .failures import InvalidRequestError, ModelNotFoundError
+from .model_lookup import require_adapter, require_model
 
 log = logging.getLogger("tinykv")
+
+DEFAULT = "default_model"
+"""What a request calls the model, and the draft model, that the server was started with."""
 
 
 class LoadedModel:
@@ -37,13 +44,32 @@ class LoadedModel:
 
     def is_named(self, names: Any) -> bool:
         """Whether this is the model that a request names."""
+        return bool(self.provider.model_key == self._key(names))
+
+    def require(self, names: Any) -> Any:
+        """``names``, if the model, the adapter and the draft model that a request names can be had.
+
+        Raises InvalidRequestError otherwise, before anything is given up for them. The model of the start is known by
+        any path to its folder, such as the one that ``/v1/models`` tells.
+        """
         provider = self.provider
-        wanted = (
-            provider._model_map.get(names.model, names.model),
-            provider._adapter_map.get(names.model, names.adapter),
-            provider._draft_model_map.get(names.draft, names.draft),
-        )
-        return bool(provider.model_key == wanted)
+        if not isinstance(names.draft, str | None):
+            raise InvalidRequestError(f"draft_model: it has to be a name, not {names.draft!r:.80}")
+        names = self._as_at_the_start(names)
+        if self.is_named(names):
+            return names
+        options = {"trust_remote_code": provider.cli_args.trust_remote_code, "whole": not provider.is_distributed}
+        model, adapter, draft = self._key(names)
+        if model is None:
+            raise ModelNotFoundError("the server was started without --model, so a request has to name one")
+        # Those of the start are what the server itself has to load: if that fails, it is no fault of a request.
+        if names.model != DEFAULT:
+            require_model(model, **options)
+        if adapter is not None and names.model != DEFAULT:
+            require_adapter(adapter)
+        if draft is not None and names.draft != DEFAULT:
+            require_model(draft, **options)
+        return names
 
     def load_default(self) -> None:
         """Load the model given at the start. If that fails, each request will try again, and get the reason.
@@ -114,6 +140,24 @@ class LoadedModel:
             with session.lock:
                 total += sum(pool.allocator.used * pool.page_bytes for pool in session.pools)
         return total
+
+    def _key(self, names: Any) -> tuple[str | None, str | None, str | None]:
+        """By what mlx-lm knows a loaded model: its own name, an adapter's and a draft model's."""
+        provider = self.provider
+        return (
+            provider._model_map.get(names.model, names.model),
+            provider._adapter_map.get(names.model, names.adapter),
+            provider._draft_model_map.get(names.draft, names.draft),
+        )
+
+    def _as_at_the_start(self, names: Any) -> Any:
+        at_start = self.provider.cli_args.model
+        if at_start is None or names.adapter is not None or self.provider.cli_args.adapter_path is not None:
+            return names
+        with contextlib.suppress(OSError, ValueError):  # of what can't be a path
+            if Path(at_start).is_dir() and Path(names.model).resolve() == Path(at_start).resolve():
+                return dataclasses.replace(names, model=DEFAULT)
+        return names
 
     def _make_room(self, need: Sequence[tuple[PagePool, int]]) -> None:
         """Have stored prompts give way to ``need`` pages of each pool, as far as they can."""
