@@ -216,9 +216,7 @@ def test_a_negative_length_is_refused_at_once(serve: Serve) -> None:
     assert b"Content-Length: it can't be negative" in answer
 
 
-def test_a_request_that_is_too_long_is_refused_before_it_is_read(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_is_too_long_is_refused_before_it_is_read(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handler, "MOST_BODY", 3_000_000)
     server = serve()
     status, answer = post(server, {"prompt": "w1" + " " * 4_000_000})  # the client sends all of it before it listens

@@ -142,16 +142,10 @@ def _timing_table(name: str, kind: str, measured: Sequence[Timing]) -> Table:
 
 def _requests(config: KVCacheConfig, model: Path | None) -> list[AttentionRequest]:
     """The kinds of decode calls of a model, each with one query token and with several; without one, a usual kind."""
-    import mlx.core as mx
-
-    from ..protocols import AttentionRequest
     from ..selftest.outcomes import kind_of
+    from ..selftest.sample import usual_request
 
-    if model is None:
-        dtype = mx.float32 if mx.default_device().type == mx.DeviceType.cpu else mx.float16
-        decode = [AttentionRequest(32, 8, 128, 128, dtype, config.page_size, 1, "none", None, 0, False)]
-    else:
-        decode = _requests_of_model(config, model)
+    decode = [usual_request(config.page_size)] if model is None else _requests_of_model(config, model)
     kinds = {}
     for request in decode:
         for count in QUERY_LENS:
