@@ -256,7 +256,7 @@ def test_a_model_that_cant_be_had_disturbs_nobody(
         "foreign": "it brings code of its own (model.py), and the server runs without --trust-remote-code",
         "bare": f"there is no model*.safetensors in {tmp_path / 'bare'}",
         "odd": "its config.json has no 'model_type'",
-        "absent": "",
+        "absent": "there is no such folder, and it can't be fetched: ",
     }
     server = serve()
     prompt = words(40, 2)

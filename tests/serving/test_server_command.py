@@ -31,7 +31,7 @@ def test_mlx_lm_is_restored() -> None:
     def enter_and_fail() -> None:
         with paged_server(max_queue=3):
             changed = {name for name, value in vars(mlx_lm.server).items() if before.get(name) is not value}
-            assert changed == {"ResponseGenerator", "LRUPromptCache", "_run_http_server"}
+            assert changed == {"ResponseGenerator", "LRUPromptCache", "_run_http_server", "scan_cache_dir"}
             with paged_server():
                 pass
             raise ZeroDivisionError
@@ -57,7 +57,7 @@ def process(model_dir: Callable[..., Path], tmp_path: Path) -> Iterator[tuple[su
             [sys.executable, "-c", command, *arguments],
             stdout=output,
             stderr=output,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "none")},
         )
     try:
         yield process, port, log
@@ -66,7 +66,9 @@ def process(model_dir: Callable[..., Path], tmp_path: Path) -> Iterator[tuple[su
         process.wait()
 
 
-def test_the_command(process: tuple[subprocess.Popen[bytes], int, Path], serve: Serve) -> None:
+def test_the_command(
+    process: tuple[subprocess.Popen[bytes], int, Path], serve: Serve, model_dir: Callable[..., Path]
+) -> None:
     running, port, log = process
 
     def get(path: str) -> str | None:
@@ -78,6 +80,8 @@ def test_the_command(process: tuple[subprocess.Popen[bytes], int, Path], serve: 
             return None
 
     wait_until(lambda: get("/health"), seconds=60, what="the server")
+    # Without a cache of Hugging Face's mlx-lm's own answer breaks off.
+    assert [each["id"] for each in json.loads(get("/v1/models") or "")["data"]] == [str(model_dir("llama").resolve())]
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
     expected = serve().complete(words(9), max_tokens=12)
     answer = client.completions.create(model="default_model", prompt=words(9), max_tokens=12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ def require_model(name: str, *, trust_remote_code: bool, whole: bool = True) -> 
         if whole and not any(folder.glob("model*.safetensors")):
             raise FileNotFoundError(f"there is no model*.safetensors in {folder}")
     except Exception as error:
-        raise ModelNotFoundError(f"the model {name!r} can't be had: {_reason(error)}") from None
+        fetched = "" if os.path.exists(name) else "there is no such folder, and it can't be fetched: "
+        raise ModelNotFoundError(f"the model {name!r} can't be had: {fetched}{_reason(error)}") from None
 
 
 def require_adapter(name: str) -> None:

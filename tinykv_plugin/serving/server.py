@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from mlx_lm import server as mlx_server
@@ -13,6 +15,19 @@ from .handler import PagedAPIHandler
 from .http_server import PagedHTTPServer
 from .prompt_cache import PagedPromptCache
 from .response_generator import PagedResponseGenerator
+
+log = logging.getLogger("tinykv")
+
+_own_scan_cache_dir = mlx_server.scan_cache_dir
+
+
+def _scan_cache_dir() -> Any:
+    """For ``/v1/models``: what Hugging Face's cache holds, which is nothing on a machine that has none."""
+    try:
+        return _own_scan_cache_dir()
+    except Exception as error:
+        log.info("no fetched models can be listed: %s", error)
+        return SimpleNamespace(repos=())
 
 
 @contextlib.contextmanager
@@ -24,6 +39,7 @@ def paged_server(max_queue: int | None = None) -> Iterator[None]:
     ours: dict[str, Any] = {
         "ResponseGenerator": functools.partial(PagedResponseGenerator, max_queue=max_queue),
         "LRUPromptCache": PagedPromptCache,
+        "scan_cache_dir": _scan_cache_dir,
         # run() doesn't pass a handler on: it is a default argument, bound when mlx-lm was imported.
         "_run_http_server": functools.partial(
             mlx_server._run_http_server, server_class=PagedHTTPServer, handler_class=PagedAPIHandler
