@@ -46,7 +46,7 @@ def test_growth_and_eviction(tiny_llama: Make, log: pytest.LogCaptureFixture) ->
         kv.prefix_cache.insert([1] * 80, cache)
         del cache
         run(model, make_prompt_cache(model), [2] * 100)
-        assert "5 cached pages evicted" in log.messages
+        assert "cached pages evicted: 5" in log.messages
         kv.prefix_cache.clear()
 
 

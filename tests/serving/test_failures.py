@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -80,7 +81,8 @@ def test_a_stream_that_has_begun_ends_with_an_error_event(serve: Serve, fuse: No
     assert server.complete(words(12))
 
 
-def test_a_request_that_can_never_fit(serve: Serve, together: Together) -> None:
+def test_a_request_that_can_never_fit(serve: Serve, together: Together, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tinykv")
     # Eight pages of four tokens.
     server = serve(max_pages=8)
     expected = server.complete(words(12, 1), max_tokens=10)
@@ -100,6 +102,9 @@ def test_a_request_that_can_never_fit(serve: Serve, together: Together) -> None:
     with pytest.raises(openai.BadRequestError, match="--kv-max-pages 53"):  # served alone
         server.complete(words(12, 1), max_tokens=200, seed=1)
     assert server.stats()["requests"] == {"finished": 4, "cancelled": 0, "refused": 3, "failed": 0}
+    reasons = [line for line in caplog.messages if " ends with an error: " in line]
+    assert len(reasons) == 3
+    assert all("--kv-max-pages 53" in line for line in reasons)
 
 
 def test_r06_out_of_pages_is_one_requests_error(serve: Serve, together: Together) -> None:
