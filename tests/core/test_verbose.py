@@ -59,6 +59,9 @@ def test_preemption(tiny_llama: Make, log: pytest.LogCaptureFixture) -> None:
             pass
         assert generator.counts.preempted
         generator.close()
+    # Whoever keeps the records keeps no request's pages by them.
+    kept = [argument for record in log.records for argument in record.args or ()]
+    assert not [argument for argument in kept if isinstance(argument, BaseException)]
     (line, *_) = [line for line in log.messages if "gives its pages up" in line]
     assert line.startswith("request 1 gives its pages up, to be computed again: out of KV pages")
 

@@ -99,7 +99,7 @@ class Ticket:
             return
         text = without_traceback(error)
         if isinstance(error, TinyKVError):
-            log.info("request %d ends with an error: %s", self.number, error)
+            log.info("request %d ends with an error: %s", self.number, str(error))
         elif not logged:
             log.error("a request failed: %s", text)
         refused = isinstance(error, (InvalidRequestError, QueueFullError, RequestTooLargeError))
