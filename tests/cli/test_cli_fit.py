@@ -183,7 +183,7 @@ def test_wrong_wishes_are_one_line(tinykv: Call, llama_8b: Path, flags: list[str
 def test_a_path_that_is_not_there(tinykv: Call, tmp_path: Path) -> None:
     done = tinykv("inspect", str(tmp_path / "nothing"))
     assert done.code == 1
-    assert "is no folder and no file; inspect takes a model's folder or its config.json" in done.err
+    assert "is no folder and no file; give a model's folder or its config.json" in done.err
 
 
 def test_a_folder_without_a_configuration(tinykv: Call, tmp_path: Path) -> None:

@@ -128,6 +128,9 @@ def test_nothing_imports_mlx_before_a_command_runs(python: Call) -> None:
         (["run", "-m"], "run needs a module after -m"),
         (["run", "--kv-stats", "--"], "run needs a script or -m module"),
         (["run", "--foo", "script.py"], "run: --foo is not known; the program's own arguments come after the program"),
+        (["run", "-m", "no_such_module"], "run: there is no module no_such_module"),
+        (["run", "-m", "no.such.module"], "run: there is no module no.such.module"),
+        (["run", "-m", "tinykv_plugin.nothing"], "run: there is no module tinykv_plugin.nothing"),
         (["run", "no_such_script.py"], "run: there is no file no_such_script.py"),
         (["run", "--kv-rewind", "x", "setup.py"], "setup.py"),
         (["demo", "--kv-rewind", "-1"], "rewind: '-1' is not allowed: "),
@@ -145,7 +148,7 @@ def test_bad_usage_is_one_line_and_exit_code_2(tinykv: Call, argv: list[str], me
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["inspect", "no_such_folder"], "no_such_folder is no folder and no file; inspect takes a model's folder"),
+        (["inspect", "no_such_folder"], "no_such_folder is no folder and no file; give a model's folder"),
         (["demo", "--model", "no_such_folder"], "no_such_folder is no folder; --model takes the folder of a model"),
     ],
 )

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx_lm.server
@@ -19,7 +20,7 @@ import openai
 import pytest
 from served import Server, request, wait_until, words
 
-from tinykv_plugin.serving.server import paged_server
+from tinykv_plugin.serving.server import AddressError, paged_server
 
 Serve = Callable[..., Server]
 Together = Callable[..., list[Any]]
@@ -39,6 +40,25 @@ def test_mlx_lm_is_restored() -> None:
     with pytest.raises(ZeroDivisionError):
         enter_and_fail()
     assert dict(vars(mlx_lm.server)) == before
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        (("127.0.0.1", -2), "--port -2: a port is a number from 0 to 65535"),
+        (("127.0.0.1", 99999), "--port 99999: a port is a number from 0 to 65535"),
+        (("no host", 8080), "--host no host --port 8080: the server can't listen there ("),
+        (None, "the server can't listen there (Address already in use); try another one"),
+    ],
+)
+def test_where_it_cant_listen_it_ends(place: tuple[str, int] | None, said: str) -> None:
+    """It stops the thread that generates, which would keep the process alive."""
+    stopped: list[bool] = []
+    generator = SimpleNamespace(stop_and_join=lambda: stopped.append(True))
+    with socket.create_server(("127.0.0.1", 0)) as taken, paged_server(), pytest.raises(AddressError) as caught:
+        mlx_lm.server._run_http_server(*(place or taken.getsockname()), generator)
+    assert said in str(caught.value)
+    assert stopped == [True]
 
 
 @pytest.fixture

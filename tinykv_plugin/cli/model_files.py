@@ -38,7 +38,7 @@ def load_lazily(path: Path, trust_remote_code: bool) -> LazyModel:
     elif path.is_file():
         folder = _alone(path)
     else:
-        raise CommandError(f"{path} is no folder and no file; inspect takes a model's folder or its config.json")
+        raise CommandError(f"{path} is no folder and no file; give a model's folder or its config.json")
     with folder as place:
         try:
             return _load(place, trust_remote_code)

@@ -11,6 +11,7 @@ from typing import Any
 
 from mlx_lm import server as mlx_server
 
+from ..errors import TinyKVError
 from .handler import PagedAPIHandler
 from .http_server import PagedHTTPServer
 from .prompt_cache import PagedPromptCache
@@ -18,7 +19,32 @@ from .response_generator import PagedResponseGenerator
 
 log = logging.getLogger("tinykv")
 
+MOST_PORT = 65535
+
 _own_scan_cache_dir = mlx_server.scan_cache_dir
+_own_run_http_server = mlx_server._run_http_server
+
+
+class AddressError(TinyKVError):
+    """The server can't listen where it was told to."""
+
+
+def _run_http_server(host: str, port: int, response_generator: Any) -> None:
+    """Serve until ctrl-C. Raises AddressError; the thread that generates, which would keep the process, ends too."""
+    try:
+        if not 0 <= port <= MOST_PORT:
+            raise AddressError(f"--port {port}: a port is a number from 0 to {MOST_PORT}")
+        try:
+            _own_run_http_server(
+                host, port, response_generator, server_class=PagedHTTPServer, handler_class=PagedAPIHandler
+            )
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise AddressError(
+                f"--host {host} --port {port}: the server can't listen there ({reason}); try another one"
+            ) from error
+    finally:
+        response_generator.stop_and_join()
 
 
 def _scan_cache_dir() -> Any:
@@ -41,9 +67,7 @@ def paged_server(max_queue: int | None = None) -> Iterator[None]:
         "LRUPromptCache": PagedPromptCache,
         "scan_cache_dir": _scan_cache_dir,
         # run() doesn't pass a handler on: it is a default argument, bound when mlx-lm was imported.
-        "_run_http_server": functools.partial(
-            mlx_server._run_http_server, server_class=PagedHTTPServer, handler_class=PagedAPIHandler
-        ),
+        "_run_http_server": _run_http_server,
     }
     before = {name: getattr(mlx_server, name) for name in ours}
     try:
