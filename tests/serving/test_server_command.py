@@ -20,6 +20,7 @@ import openai
 import pytest
 from served import Server, request, wait_until, words
 
+from tinykv_plugin.serving import server as server_module
 from tinykv_plugin.serving.server import AddressError, paged_server
 
 Serve = Callable[..., Server]
@@ -59,6 +60,21 @@ def test_where_it_cant_listen_it_ends(place: tuple[str, int] | None, said: str) 
         mlx_lm.server._run_http_server(*(place or taken.getsockname()), generator)
     assert said in str(caught.value)
     assert stopped == [True]
+
+
+def test_sigterm_counts_as_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    def serve(*args: Any, **options: Any) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(server_module, "_own_run_http_server", serve)
+    before = signal.getsignal(signal.SIGTERM)
+    stopped: list[bool] = []
+    with paged_server():
+        run: Any = mlx_lm.server._run_http_server
+        run("127.0.0.1", 0, SimpleNamespace(stop_and_join=lambda: stopped.append(True)))
+    assert stopped == [True]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.fixture
@@ -113,7 +129,7 @@ def test_the_command(
     assert stats["requests"] == {"finished": 1, "cancelled": 0, "refused": 1, "failed": 0}
     assert 'tinykv_requests_total{outcome="refused"} 1.0' in (get("/metrics") or "")
     assert "queue" not in (get("/health") or "")
-    running.send_signal(signal.SIGINT)
+    running.send_signal(signal.SIGTERM)  # as `kill` does; it counts as ctrl-C
     # mlx's own threads sometimes abort a process that ends with the server's, without the plugin too.
     assert running.wait(30) in (0, -signal.SIGABRT)
     assert "Traceback" not in log.read_text()

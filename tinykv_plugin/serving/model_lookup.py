@@ -32,7 +32,7 @@ def require_model(name: str, *, trust_remote_code: bool, whole: bool = True) -> 
             raise FileNotFoundError(f"there is no model*.safetensors in {folder}")
     except Exception as error:
         fetched = "" if os.path.exists(name) else "there is no such folder, and it can't be fetched: "
-        raise ModelNotFoundError(f"the model {name!r} can't be had: {fetched}{_reason(error)}") from None
+        raise ModelNotFoundError(f"the model {name!r} can't be had: {fetched}{reason_of(error)}") from None
 
 
 def require_adapter(name: str) -> None:
@@ -42,8 +42,8 @@ def require_adapter(name: str) -> None:
             raise ModelNotFoundError(f"the adapter {name!r} can't be had: there is no {file} in it")
 
 
-def _reason(error: Exception) -> str:
-    """The first line of what was raised; libraries add advice that is not for a client."""
+def reason_of(error: Exception) -> str:
+    """Why a model can't be had, in one line: libraries add advice, and repeat themselves."""
     if isinstance(error, KeyError):
         return f"its config.json has no {error}"
     lines: list[Any] = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import signal
+import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 from mlx_lm import server as mlx_server
@@ -30,14 +32,18 @@ class AddressError(TinyKVError):
 
 
 def _run_http_server(host: str, port: int, response_generator: Any) -> None:
-    """Serve until ctrl-C. Raises AddressError; the thread that generates, which would keep the process, ends too."""
+    """Serve until ctrl-C or SIGTERM, then end the thread that generates, which would keep the process.
+
+    Raises AddressError.
+    """
     try:
         if not 0 <= port <= MOST_PORT:
             raise AddressError(f"--port {port}: a port is a number from 0 to {MOST_PORT}")
         try:
-            _own_run_http_server(
-                host, port, response_generator, server_class=PagedHTTPServer, handler_class=PagedAPIHandler
-            )
+            with _ended_by_sigterm():
+                _own_run_http_server(
+                    host, port, response_generator, server_class=PagedHTTPServer, handler_class=PagedAPIHandler
+                )
         except OSError as error:
             reason = error.strerror or str(error)
             raise AddressError(
@@ -54,6 +60,23 @@ def _scan_cache_dir() -> Any:
     except Exception as error:
         log.info("no fetched models can be listed: %s", error)
         return SimpleNamespace(repos=())
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM, which is what service managers and ``kill`` send, counts as ctrl-C: stored prompts reach the disk."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # which has no say about signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
