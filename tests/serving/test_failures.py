@@ -311,8 +311,11 @@ def test_without_a_model_a_request_has_to_name_one(serve: Serve, model_dir: Call
     assert server.client.completions.create(model=str(model_dir("llama")), prompt="w1", max_tokens=1)
 
 
-def test_without_a_model_requests_say_why(serve: Serve, tmp_path: Path) -> None:
+def test_without_a_model_requests_say_why(serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = serve(folder=tmp_path / "absent")
+    (line,) = [line for line in caplog.messages if "could not be loaded, requests that need it will fail: " in line]
+    assert "absent" in line
+    assert "\n" not in line
     with pytest.raises(Exception, match="503"):
         server.get("/health")
     for _ in range(2):

@@ -12,12 +12,12 @@ from typing import Any
 from ..attachment import attachment_of
 from ..batching.admission import Admission
 from ..drafts import require_drafts
-from ..errors import ConfigError, DraftError, OutOfPagesError, RequestTooLargeError
+from ..errors import ConfigError, DraftError, OutOfPagesError, RequestTooLargeError, TinyKVError
 from ..pool import Budget, PagePool, find_room
 from ..prefix_cache import PrefixCache
 from ..session import PagedSession
 from .failures import InvalidRequestError, ModelNotFoundError
-from .model_lookup import require_adapter, require_model
+from .model_lookup import reason_of, require_adapter, require_model
 
 log = logging.getLogger("tinykv")
 
@@ -79,8 +79,10 @@ class LoadedModel:
         try:
             self.provider.load_default()
             self._look()
-        except Exception:
-            log.exception("the model could not be loaded; requests that need it will fail")
+        except Exception as error:
+            reason = str(error) if isinstance(error, TinyKVError) else f"{type(error).__name__}: {reason_of(error)}"
+            log.error("the model could not be loaded, requests that need it will fail: %s", reason)
+            log.info("where it happened:", exc_info=True)
             self.failed = True
             return
         provider = self.provider
