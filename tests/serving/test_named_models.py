@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,3 +94,17 @@ def test_without_a_model_requests_say_why(serve: Serve, tmp_path: Path, caplog: 
     for _ in range(2):
         with pytest.raises(openai.InternalServerError, match="absent"):
             server.complete("w1")
+
+
+def test_a_model_whose_weights_cant_be_loaded(serve: Serve, model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    """It takes the place of the loaded one before that is found out; whoever comes next has that one loaded again."""
+    broken = tmp_path / "broken"
+    shutil.copytree(model_dir("llama"), broken)
+    config = json.loads((broken / "config.json").read_text(encoding="utf-8"))
+    (broken / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 9}), encoding="utf-8")
+    server = serve()
+    expected = server.complete(words(9))
+    with pytest.raises(openai.InternalServerError, match="Missing"):
+        server.client.completions.create(model=str(broken), prompt=words(9), max_tokens=24)
+    assert server.complete(words(9)) == expected
+    assert json.loads(server.get("/health")) == {"status": "ok"}
