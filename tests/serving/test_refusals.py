@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,10 @@ NONSENSE: list[tuple[int, str, object]] = [
     (400, "/v1/completions", {"prompt": "w1", "draft_model": {"a": 1}}),
     (400, "/v1/completions", {"prompt": "w1", "max_tokens": "many"}),
     (400, "/v1/completions", {"max_tokens": 3}),
+    (400, "/v1/completions", {"prompt": "w1", "stream": True, "stream_options": 5}),
+    (400, "/v1/completions", {"prompt": "w1", "temperature": math.nan}),
+    (400, "/v1/completions", {"prompt": "w1", "logit_bias": {"3": math.nan}}),
+    (404, "/v1/completions", {"prompt": "w1", "model": ""}),
     (400, "/v1/completions", [1]),
     (400, "/v1/completions", b"[" * 100_000),
     (400, "/v1/completions", b"9" * 5000),
@@ -73,6 +78,12 @@ def test_what_is_wrong_with_a_prompt_is_said(serve: Serve) -> None:
     assert answer["error"]["message"] == "logit_bias: the model has 97 tokens, not 5000"
     _, answer = post(server, {"prompt": ["w1", "w2"]})
     assert answer["error"]["message"] == "the prompt has to be one text, not list"
+    _, answer = post(server, {"prompt": "w1", "stream": True, "stream_options": []})
+    assert answer["error"]["message"] == "stream_options must be of type dict"
+    _, answer = post(server, {"prompt": "w1", "min_p": math.nan})
+    assert answer["error"]["message"] == "min_p must be a number, not NaN"
+    _, answer = post(server, {"prompt": "w1", "logit_bias": {"3": math.nan}})
+    assert answer["error"]["message"] == "logit_bias of token 3 must be a number, not NaN"
     _, answer = post(server, {"prompt": "w1", "seed": -1})
     assert answer["error"]["message"] == "seed: it has to be from 0 to 18446744073709551615, not -1"
     _, answer = post(server, {"prompt": "w1", "stop": [5]})
@@ -92,6 +103,15 @@ def test_what_is_wrong_with_a_prompt_is_said(serve: Serve) -> None:
         "code": "invalid_request",
     }
     assert server.stats()["requests"]["refused"] == refused + 1
+
+
+def test_a_stream_without_the_only_option_ends_as_it_should(serve: Serve) -> None:
+    server = serve()
+    expected = server.complete(words(5))
+    stream = server.client.completions.create(
+        model="default_model", prompt=words(5), max_tokens=24, stream=True, stream_options={}
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream) == expected
 
 
 def test_a_negative_length_is_refused_at_once(serve: Serve) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,12 @@ log = logging.getLogger("tinykv")
 
 MOST_BODY = 64 << 20
 """Bytes of a request: long contexts and some pictures fit. A request is read into memory before it is looked at."""
+
+# Fields of a request that may have a fraction, and so be NaN.
+NUMBERS = (
+    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("xtc_probability", "xtc_threshold"),
+)
 
 # A client that was refused gets so many seconds to send the rest, and a silent one fewer.
 LINGER_SECONDS = 10.0
@@ -57,6 +64,19 @@ class PagedAPIHandler(APIHandler):  # type: ignore[misc]
     def do_POST(self) -> None:  # noqa: N802 - the base class's name
         """Answer a request for a completion."""
         self._answer(self._complete)
+
+    def validate_model_parameters(self) -> None:
+        """As mlx-lm's; and what it lets in, and fails with once the answer has begun. Raises ValueError."""
+        super().validate_model_parameters()
+        if not isinstance(self.stream_options, dict | None):
+            raise ValueError("stream_options must be of type dict")
+        if self.stream_options is not None:  # mlx-lm takes the field for granted
+            self.stream_options = {"include_usage": False, **self.stream_options}
+        numbers = {name: getattr(self, name) for name in NUMBERS}
+        numbers |= {f"logit_bias of token {token}": bias for token, bias in (self.logit_bias or {}).items()}
+        for name, number in numbers.items():
+            if math.isnan(number):
+                raise ValueError(f"{name} must be a number, not NaN")
 
     def do_GET(self) -> None:  # noqa: N802
         """Answer a question about the server."""

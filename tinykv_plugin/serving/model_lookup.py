@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ def require_model(name: str, *, trust_remote_code: bool, whole: bool = True) -> 
         if whole and not any(folder.glob("model*.safetensors")):
             raise FileNotFoundError(f"there is no model*.safetensors in {folder}")
     except Exception as error:
-        fetched = "" if os.path.exists(name) else "there is no such folder, and it can't be fetched: "
+        fetched = "" if Path(name).exists() else "there is no such folder, and it can't be fetched: "
         raise ModelNotFoundError(f"the model {name!r} can't be had: {fetched}{reason_of(error)}") from None
 
 
