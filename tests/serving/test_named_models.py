@@ -84,6 +84,17 @@ def test_without_a_model_a_request_has_to_name_one(serve: Serve, model_dir: Call
     assert server.client.completions.create(model=str(model_dir("llama")), prompt="w1", max_tokens=1)
 
 
+def test_a_divided_model_takes_no_adapters(serve: Serve, model_dir: Callable[..., Path]) -> None:
+    server = serve()
+    expected = server.complete(words(9))
+    server.generator.model_provider.is_distributed = True
+    status, answer = post(server, {"prompt": "w1", "model": str(model_dir("llama", seed=4)), "adapters": "/any"})
+    assert status == 400
+    assert answer["error"]["message"] == "adapters and draft models can't be used with a model that is divided"
+    server.generator.model_provider.is_distributed = False
+    assert server.complete(words(9)) == expected
+
+
 def test_without_a_model_requests_say_why(serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = serve(folder=tmp_path / "absent")
     (line,) = [line for line in caplog.messages if "could not be loaded, requests that need it will fail: " in line]

@@ -52,6 +52,8 @@ class PagedAPIHandler(APIHandler):  # type: ignore[misc]
     /kv``, a page that shows it live, from the server-sent events of ``GET /kv/events``.
     """
 
+    stream_options: Any  # of the request, as mlx-lm reads it
+
     def __init__(self, response_generator: PagedResponseGenerator, *args: Any, **options: Any) -> None:
         self.stream = False
         self._headers_sent = False

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
 from ..attachment import attachment_of
 from ..batching.admission import Admission
 from ..drafts import require_drafts
@@ -16,7 +18,7 @@ from ..errors import ConfigError, DraftError, OutOfPagesError, RequestTooLargeEr
 from ..pool import Budget, PagePool, find_room
 from ..prefix_cache import PrefixCache
 from ..session import PagedSession
-from .failures import InvalidRequestError, ModelNotFoundError
+from .failures import InvalidRequestError, ModelNotFoundError, without_traceback
 from .model_lookup import reason_of, require_adapter, require_model
 
 log = logging.getLogger("tinykv")
@@ -60,6 +62,8 @@ class LoadedModel:
             return names
         options = {"trust_remote_code": provider.cli_args.trust_remote_code, "whole": not provider.is_distributed}
         model, adapter, draft = self._key(names)
+        if provider.is_distributed and (adapter is not None or draft is not None):
+            raise InvalidRequestError("adapters and draft models can't be used with a model that is divided")
         if model is None:
             raise ModelNotFoundError("the server was started without --model, so a request has to name one")
         # Those of the start are what the server itself has to load: if that fails, it is no fault of a request.
@@ -98,6 +102,16 @@ class LoadedModel:
         self.provider.load(names.model, names.adapter, names.draft)
         self._look()
         self.failed = False
+
+    def finish(self) -> None:
+        """Have computed what was begun: no other thread than this one, which ran the model, could do it."""
+        for session in self.sessions.values():
+            layers = [pages for pool in session.pools for pages in pool.layers.values()]
+            try:
+                with session.lock:
+                    mx.eval([pages.state() for pages in layers], [pages.last_read for pages in layers])
+            except Exception as error:
+                log.info("what was under way can't be finished: %s", without_traceback(error))
 
     def forget(self) -> None:
         """Drop what would keep the model alive."""

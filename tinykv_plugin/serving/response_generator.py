@@ -251,6 +251,7 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
     def _forget_model(self) -> None:
         """Drop what keeps the loaded model alive: stored prompts are in its pages."""
         self._drop_batch()
+        self._model.finish()
         self._stored.clear()
         self._model.forget()
 
