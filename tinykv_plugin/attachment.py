@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import logging
 import sys
 import threading
 import weakref
@@ -13,7 +15,7 @@ from typing import Any
 
 from mlx_lm.models import cache as mlx_cache
 
-from . import dispatch
+from . import blas, dispatch
 from .config import KVCacheConfig
 from .drafts import drafting
 from .errors import CacheStateError, ConfigError, PluginError
@@ -24,6 +26,8 @@ from .protocols import AttachContext, CacheSession, LayerPlan, Replacement, Repl
 from .separate_rows import separately
 from .session import PagedSession
 from .stats import PoolStats
+
+log = logging.getLogger("tinykv")
 
 _HOOK = "make_cache"
 _MISSING = object()
@@ -56,6 +60,7 @@ def attach(
         raise ConfigError(next(iter(fields)), "give either a config or fields, not both")
     if config is None:
         config = KVCacheConfig(**fields)
+    _hint_at_blas()
     return Attachment(model, config, plugins or default_manager(), budget_of)
 
 
@@ -202,6 +207,14 @@ class Attachment:
         if own is not None:
             return list(own(self.model))
         return [mlx_cache.KVCache() for _ in self.model.layers]
+
+
+@functools.cache
+def _hint_at_blas() -> None:
+    """Once in a process."""
+    hint = blas.hint()
+    if hint:
+        log.warning("%s", hint)
 
 
 def live_attachments() -> list[Attachment]:

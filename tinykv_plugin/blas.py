@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 ENVIRONMENT_VARIABLE = "TINYKV_BLAS"
 MLX_OWN = "mlx's own"
+_MLX_FIRST = "mlx was imported first; import tinykv_plugin.blas and call load_blas() before mlx"
 _CUDA_DISTRIBUTIONS = ("mlx-cuda", "mlx-cuda-12", "mlx-cuda-13")
 
 _lock = threading.Lock()
@@ -107,6 +108,24 @@ def blas_report() -> BlasReport:
     return _report or BlasReport(MLX_OWN, None, "load_blas() has not run")
 
 
+def hint() -> str:
+    """What a program on a Linux CPU could do to be faster, if mlx was imported before ``load_blas``; empty if nothing.
+
+    Imports mlx. Costs some 0.1 ms.
+    """
+    import mlx.core as mx
+
+    if not sys.platform.startswith("linux") or mx.default_device().type != mx.DeviceType.cpu:
+        return ""
+    chosen = os.environ.get(ENVIRONMENT_VARIABLE, "").strip().lower() == "off"
+    if chosen or (_report is not None and _report.reason != _MLX_FIRST) or global_provider() is not None:
+        return ""
+    return (
+        "mlx was imported before a fast BLAS, so it multiplies matrices slowly: call tinykv_plugin.blas.load_blas() "
+        f"before anything imports mlx, or start the program with `tinykv run` ({ENVIRONMENT_VARIABLE}=off: no hint)"
+    )
+
+
 def verify() -> BlasCheck:
     """Imports mlx, measures its float32 matmul on the CPU (512 x 512, the best of four), and asks which file serves."""
     import mlx.core as mx
@@ -134,8 +153,7 @@ def _choose(wanted: str) -> BlasReport:
             reason += "; whether it came before mlx can't be told, verify() measures it"
         return BlasReport(describe(present), present, reason)
     if mlx_first:
-        reason = "mlx was imported first; import tinykv_plugin.blas and call load_blas() before mlx"
-        return BlasReport(MLX_OWN, None, reason)
+        return BlasReport(MLX_OWN, None, _MLX_FIRST)
     if wanted.lower() == "off":
         return BlasReport(MLX_OWN, None, f"{ENVIRONMENT_VARIABLE}=off")
     if wanted and wanted.lower() != "auto":

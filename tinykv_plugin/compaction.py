@@ -72,7 +72,7 @@ def _is_usable(session: PagedSession) -> bool:
     try:
         session.enter()
     except CacheStateError as error:
-        log.info("pages of another model stay where they are: %s", error)
+        log.info("pages of another model stay where they are: %s", str(error))
         return False
     return True
 

@@ -194,6 +194,7 @@ class KVCacheConfig(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments beat the environment, and that beats tinykv.toml. Raises ConfigError if the file can't be read."""
         try:
             file_settings = TomlConfigSettingsSource(settings_cls)
         except (OSError, ValueError) as error:

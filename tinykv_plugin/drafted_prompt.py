@@ -36,7 +36,7 @@ class PromptPart:
         try:
             self.prefix.insert_unfinished(self.tokens[:done], self.caches)
         except Exception as error:
-            log.error("a prompt could not be stored: %s: %s", type(error).__name__, error)
+            log.error("a prompt could not be stored: %s: %s", type(error).__name__, str(error))
 
 
 class DraftedPrompt(list[Any]):

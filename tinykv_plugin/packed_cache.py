@@ -35,6 +35,7 @@ class PackedKVCache:
 
     @property
     def state(self) -> list[Any]:
+        """What a prompt-cache file keeps: numbers, then the packed arrays."""
         numbers = [number for packed in self.formats for number in _numbers(packed)]
         return [LAYOUT, self.offset, self.max_size or 0, self.keep, *numbers, list(self.keys), list(self.values)]
 

@@ -106,7 +106,7 @@ class PrefixIndex:
         """Free ``count`` pages that nobody else holds, or what there is; returns how many."""
         freed = self._evict(count)
         if freed:
-            log.info("%d cached pages evicted", freed)
+            log.info("cached pages evicted: %d", freed)
         return freed
 
     def _evict(self, count: int) -> int:

@@ -162,7 +162,7 @@ class PrefixStore:
                     index.wait_at_most(PATIENCE)
             except Exception as error:
                 # A full disk, a locked index, a folder that was removed: the page is computed again when it is needed.
-                log.log(logging.DEBUG if self._failed else logging.WARNING, "a page was not stored: %s", error)
+                log.log(logging.DEBUG if self._failed else logging.WARNING, "a page was not stored: %s", str(error))
                 self._failed = self._failing = True
                 if index is not None:
                     with contextlib.suppress(sqlite3.Error):

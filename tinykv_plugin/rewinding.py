@@ -161,6 +161,7 @@ class RewindingCache:
     # What mlx-lm asks of a cache ------------------------------------------------------------------------------------
 
     def is_trimmable(self) -> bool:
+        """Whether tokens can be taken back; states of recurrent layers always can, by those that were kept."""
         return all(leaf.is_trimmable() for leaf in self._kv)
 
     def trim(self, n: int) -> int:
@@ -178,6 +179,7 @@ class RewindingCache:
 
     @property
     def state(self) -> list[Any]:
+        """The states of all caches, for mlx-lm to evaluate."""
         return [leaf.state for leaf in leaves(self.caches)]
 
     def _go_back(self) -> mx.array | None:
@@ -234,5 +236,6 @@ class RewindingModel:
         self.layers = [None]
 
     def __call__(self, tokens: mx.array, cache: list[RewindingCache]) -> mx.array:
+        """The logits of ``tokens``, as the model's own."""
         cache[0].run_before(self._model, self._chunk)
         return cache[0].run(self._model, tokens)

@@ -78,9 +78,11 @@ class TraceCache:
 
     @property
     def offset(self) -> int | mx.array:
+        """Tokens so far: a number for one request, an array of them for a batch."""
         return self._start if self._rows == 1 else mx.array([self._start] * self._rows, mx.int32)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Note the shapes; returns handles, or arrays where the layer was found to need them."""
         layer = self.layer
         layer.spec = LayerSpec.of(keys, values)
         layer.touched = layer.touched or self._blame.known.get((layer.choice, layer.spec), "")
@@ -105,6 +107,7 @@ class TraceCache:
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | PagedMask | None:
+        """As a paged cache's, and note how far back the model looks."""
         layer = self.layer
         handles = not layer.touched
         if handles:
@@ -122,13 +125,16 @@ class TraceCache:
         return AddedMask(1) if self._blame.probing and isinstance(mask, mx.array) else mask
 
     def size(self) -> int:
+        """Tokens so far."""
         return self._start
 
     def empty(self) -> bool:
+        """False: it stands for a cache in use."""
         return False
 
     @property
     def state(self) -> list[Any]:
+        """Nothing to evaluate."""
         return []
 
 

@@ -16,7 +16,7 @@ import pytest
 from tinykv_plugin.bench import chart, results, suite
 from tinykv_plugin.bench.batches import Request
 from tinykv_plugin.bench.estimate import estimate
-from tinykv_plugin.bench.report import report
+from tinykv_plugin.bench.report import charts, report
 from tinykv_plugin.cli.bench import print_results
 from tinykv_plugin.cli.console import console
 from tinykv_plugin.cli.failures import CommandError
@@ -84,9 +84,30 @@ def test_losing_cases_are_named(measured: dict[str, Any]) -> None:
     slow = copy.deepcopy(measured)
     for row in slow["single"]:
         row["first_token_s"], row["tokens_per_s"] = (1.0, 10.0) if row["way"] == "stock" else (4.0, 20.0)
+    slow["batch"] = [
+        {"way": "stock", "rows": 7, "tokens_per_s": 1000.0, "step_ms": 1.0, "peak_bytes": 1},
+        {"way": "gather", "rows": 7, "tokens_per_s": 996.0, "step_ms": 1.1, "peak_bytes": 1},
+    ]
     losing = results.losing(slow)
+    assert [line for line in losing if "batch of 7" in line] == ["gather: step ms of batch of 7: x0.91"]
     assert "gather: first token s of prompt 8: x0.25" in losing
     assert not [line for line in losing if re.search(r"tokens/s of prompt \d", line)]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.00963, "0.00963"), (12.34, "12.3"), (999.6, "1,000"), (12345, "12,345")]
+)
+def test_figures_are_readable(value: float, text: str) -> None:
+    assert results.shown(value) == text
+
+
+def test_a_way_has_one_colour_in_all_charts(measured: dict[str, Any]) -> None:
+    run = measured | {"ways": ["stock", "gather", "other"], "memory": {}}
+    run["single"] = [row | {"way": way} for way in run["ways"] for row in measured["single"][:1]]
+    run["batch"] = [row | {"way": way} for way in ("stock", "other") for row in measured["batch"][:1]]
+    for figure in charts(run):
+        legend = dict(re.findall(r'<i class="c(\d)"></i>([^<]*)<', figure))
+        assert (legend["0"], legend["1"], legend.get("2", "gather")) == ("stock", "other", "gather")
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tinykv_plugin.cli.completion import OWN_OPTIONS, SHELLS, WITHOUT_KV_FLAGS, words_by_command
 from tinykv_plugin.cli.main import OWN_COMMANDS
+from tinykv_plugin.cli.mlx_lm_commands import mlx_lm_commands
 
 Call = Callable[..., Any]
 
@@ -32,7 +35,9 @@ def test_bash_completes_commands_and_flags(tinykv: Call) -> None:
     assert completed(script, "tinykv", "insp") == ["inspect"]
     assert completed(script, "tinykv", "generate", "--kv-pag") == ["--kv-page-size"]
     assert completed(script, "tinykv", "inspect", "m", "--conc") == ["--concurrency"]
+    assert completed(script, "tinykv", "generate", "--max-tok") == ["--max-tokens"]
     assert completed(script, "tinykv", "convert", "--kv-") == []
+    assert completed(script, "tinykv", "convert", "--q-b") == ["--q-bits"]
     assert completed(script, "tinykv", "top", "--kv-") == []
     assert completed(script, "tinykv", "completion", "z") == ["zsh"]
 
@@ -44,6 +49,31 @@ def test_every_option_is_known(tinykv: Call, name: str) -> None:
     options = {option for option in options if not option.startswith(("--kv-", "--no-kv-"))}
     assert options == {option for option in OWN_OPTIONS[name] if option.startswith("--")}
     assert ("paged KV cache:" in tinykv(name, "--help").out) == (name not in WITHOUT_KV_FLAGS)
+
+
+@pytest.mark.parametrize("name", ["generate", "server", "chat", "convert"])
+def test_mlx_lms_own_options_are_read_from_its_source(tinykv: Call, name: str) -> None:
+    help_text = tinykv(name, "--help").out.partition("paged KV cache:")[0]
+    options = set(re.findall(r"^  (?:-\w(?: \S+)?, )?(--[a-z][\w-]*)", help_text, re.MULTILINE)) - {"--help"}
+    assert options
+    assert options == set(mlx_lm_commands()[name].options())
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+def test_fish_completes(tinykv: Call, tmp_path: Path) -> None:
+    (tmp_path / "tinykv.fish").write_text(tinykv("completion", "fish").out, encoding="utf-8")
+    command = f"source {tmp_path}/tinykv.fish; complete -C 'tinykv insp'; complete -C 'tinykv generate --kv-pag'"
+    environment = {**os.environ, "HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+    done = subprocess.run(["fish", "-c", command], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == ["inspect", "--kv-page-size"]
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+def test_zsh_takes_it(tinykv: Call, tmp_path: Path) -> None:
+    (tmp_path / "tinykv.zsh").write_text(tinykv("completion", "zsh").out, encoding="utf-8")
+    command = f"autoload -Uz compinit; compinit -D -u; source {tmp_path}/tinykv.zsh; print $_comps[tinykv]"
+    done = subprocess.run(["zsh", "-f", "-c", command], capture_output=True, text=True, check=True)
+    assert "_tinykv" in done.stdout
 
 
 def test_the_other_shells(tinykv: Call) -> None:

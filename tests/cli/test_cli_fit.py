@@ -64,8 +64,12 @@ def test_advice_names_the_flags_that_do_it() -> None:
         "6 requests of 1,000 tokens fit with --kv-memory 3MiB --kv-page-size 32 --kv-bits 8"
     )
     assert advice(both, Wish(1000, 10), 4 * 2**20, 32) == (
-        "10 requests of 1,000 tokens don't fit: at most 8 of them, or 10 of 800 tokens"
+        "10 requests of 1,000 tokens don't fit: at most 8 of them, or 10 of 800 tokens with --kv-bits 8"
     )
+    assert advice(both, Wish(1000, 1), 2**20, 32) == (
+        "1 request of 1,000 tokens fits with --kv-memory 1MiB --kv-page-size 32"
+    )
+    assert advice(both[:1], Wish(2000, 1), 2**20, 32) == "1 request of 2,000 tokens doesn't fit: 1 of 1,024 tokens"
     assert advice(both, Wish(1000, 1), 0, 32).startswith("the weights alone don't fit")
 
 
@@ -125,7 +129,9 @@ def test_a_configuration_alone_is_enough(tinykv: Call, llama_8b: Path) -> None:
 def test_the_folder_of_a_configuration_will_do(tinykv: Call, llama_8b: Path) -> None:
     done = tinykv("inspect", str(llama_8b.parent), "--memory", "8GiB", "--concurrency", "64", "--context", "200k")
     assert done.code == 0, done.err
-    assert "64 requests of 204,800 tokens don't fit: at most 0 of them" in done.out
+    assert re.search(
+        r"64 requests of 204,800 tokens don't fit: not one does; 64 of \d+ tokens with --kv-bits 4", done.out
+    )
     assert "the model was made for contexts of 131,072 tokens" in done.out
 
 
@@ -135,7 +141,29 @@ def test_weights_are_those_of_the_files(tinykv: Call, tiny_model_dir: Path) -> N
     found = re.search(r": (\d+) KiB of weights", done.out)
     assert found
     assert int(found[1]) == pytest.approx((tiny_model_dir / "model.safetensors").stat().st_size / 1024, rel=0.03)
-    assert "1 request of 100 tokens" in done.out
+    assert "1 request of 100 tokens fits with --kv-memory" in done.out
+
+
+def test_a_model_is_named_by_its_folder_or_file_and_its_kind(
+    tinykv: Call, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny_model_dir)
+    config = json.loads((tiny_model_dir / "config.json").read_text(encoding="utf-8"))
+    for argument, name in (
+        (str(tiny_model_dir), tiny_model_dir.name),
+        (".", tiny_model_dir.name),
+        ("config.json", "config.json"),
+    ):
+        assert tinykv("inspect", argument).out.splitlines()[0].strip() == f"{name}: {config['model_type']}"
+
+
+def test_why_fewer_bits_are_not_in_the_table_is_said(tinykv: Call, llama_8b: Path, tmp_path: Path) -> None:
+    assert "fewer bits" not in tinykv("inspect", str(llama_8b), "--context", "100").out
+    config = json.loads(llama_8b.read_text(encoding="utf-8")) | {"head_dim": 80}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    done = tinykv("inspect", str(tmp_path), "--context", "100")
+    assert "fewer bits are not in the table: bits: 4 is not possible here" in done.out
+    assert "bits in groups" not in done.out
 
 
 @pytest.mark.parametrize(
@@ -156,7 +184,7 @@ def test_wrong_wishes_are_one_line(tinykv: Call, llama_8b: Path, flags: list[str
 def test_a_path_that_is_not_there(tinykv: Call, tmp_path: Path) -> None:
     done = tinykv("inspect", str(tmp_path / "nothing"))
     assert done.code == 1
-    assert "is no folder and no file; inspect takes a model's folder or its config.json" in done.err
+    assert "is no folder and no file; give a model's folder or its config.json" in done.err
 
 
 def test_a_folder_without_a_configuration(tinykv: Call, tmp_path: Path) -> None:

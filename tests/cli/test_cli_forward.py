@@ -216,3 +216,20 @@ def test_verbose_logs_to_standard_error(tinykv: Call, tiny_model_dir: Path) -> N
     done = tinykv("inspect", "--kv-verbose", str(tiny_model_dir))
     assert done.code == 0
     assert (log.level, log.propagate, log.handlers) == before
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "benchmark"])
+def test_a_model_that_cant_be_had_is_one_line(
+    tinykv: Call, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import mlx_lm.utils
+
+    monkeypatch.chdir(tmp_path)
+    before = mlx_lm.utils._download
+    done = tinykv(command, "--model", "no-such-model")
+    assert done.code == 1
+    (line,) = done.err.splitlines()
+    assert line.startswith(
+        "tinykv: error: the model no-such-model can't be had: there is no such folder, and it can't be fetched: "
+    )
+    assert mlx_lm.utils._download is before

@@ -62,7 +62,7 @@ def test_a_model_with_windows(tinykv: Call, window_model_dir: Path) -> None:
 def test_the_budget_is_that_of_the_mac_in_question(tinykv: Call, tiny_model_dir: Path) -> None:
     """Half of the three quarters that a model may use of 36 GiB; or what is asked for."""
     mac = ("inspect", str(tiny_model_dir), "--memory", "36GiB")
-    assert rows(tinykv(*mac).out)["the budget"] == ["13.5 GiB"]
+    assert rows(tinykv(*mac).out)["the budget (memory = 0.5)"] == ["13.5 GiB"]
     assert rows(tinykv(*mac, "--kv-memory", "2GiB").out)["the budget"] == ["2.00 GiB"]
 
 

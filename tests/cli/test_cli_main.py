@@ -16,6 +16,7 @@ import pytest
 
 from tinykv_plugin.cli import main as cli
 from tinykv_plugin.cli import plugins as plugins_command
+from tinykv_plugin.cli import version
 from tinykv_plugin.cli.mlx_lm_commands import WITH_MAX_KV_SIZE, WITHOUT_KV_CACHE, mlx_lm_commands
 from tinykv_plugin.errors import ConfigError, OutOfPagesError, PluginError, TinyKVError
 
@@ -69,7 +70,28 @@ def test_version_says_what_a_bug_report_needs(tinykv: Call, monkeypatch: pytest.
         tinykv("--version").out
     )
     assert lines["device"].startswith(("cpu", "gpu"))
-    assert "gather" in lines["backends"]
+
+
+def test_version_says_which_backends_can_serve_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import mlx.core as mx
+
+    def backends(metal: bool, device: mx.DeviceType) -> list[str]:
+        monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
+        monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
+        return version._backends().split("; not usable here: ")
+
+    monkeypatch.chdir(tmp_path)
+    usable, others = backends(False, mx.cpu)
+    assert usable.split(", ")[-1] == "gather", "the best first"
+    assert "metal (mlx has no Metal here)" in others
+    assert "metal (mlx computes on Device(cpu, 0) here)" in backends(True, mx.cpu)[1]
+    assert "metal, gather" in backends(True, mx.gpu)[0]
+    monkeypatch.setenv("TINYKV_PAGE_SIZE", "6")
+    usable, others = backends(True, mx.gpu)
+    assert usable.endswith("gather")
+    assert "metal (page size 6 (multiples of 4 are supported))" in others
+    monkeypatch.setenv("TINYKV_PAGE_SIZE", "none")
+    assert "metal, gather" in backends(True, mx.gpu)[0]
 
 
 def test_the_module_is_the_command_and_loads_a_blas_before_mlx(python: Call) -> None:
@@ -106,6 +128,9 @@ def test_nothing_imports_mlx_before_a_command_runs(python: Call) -> None:
         (["run", "-m"], "run needs a module after -m"),
         (["run", "--kv-stats", "--"], "run needs a script or -m module"),
         (["run", "--foo", "script.py"], "run: --foo is not known; the program's own arguments come after the program"),
+        (["run", "-m", "no_such_module"], "run: there is no module no_such_module"),
+        (["run", "-m", "no.such.module"], "run: there is no module no.such.module"),
+        (["run", "-m", "tinykv_plugin.nothing"], "run: there is no module tinykv_plugin.nothing"),
         (["run", "no_such_script.py"], "run: there is no file no_such_script.py"),
         (["run", "--kv-rewind", "x", "setup.py"], "setup.py"),
         (["demo", "--kv-rewind", "-1"], "rewind: '-1' is not allowed: "),
@@ -123,7 +148,7 @@ def test_bad_usage_is_one_line_and_exit_code_2(tinykv: Call, argv: list[str], me
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["inspect", "no_such_folder"], "no_such_folder is no folder and no file; inspect takes a model's folder"),
+        (["inspect", "no_such_folder"], "no_such_folder is no folder and no file; give a model's folder"),
         (["demo", "--model", "no_such_folder"], "no_such_folder is no folder; --model takes the folder of a model"),
     ],
 )

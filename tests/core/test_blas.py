@@ -214,3 +214,44 @@ def test_openblas_uses_kernels_of_this_decade(openblas: str, monkeypatch: pytest
     assert "Prescott" not in name
     # What the user chose is left alone, be it slower.
     assert "Nehalem" in report_of(LOAD, TINYKV_BLAS=openblas, OPENBLAS_CORETYPE="Nehalem")["name"]
+
+
+ATTACH = """
+import sys
+from mlx_lm.models import llama
+import tinykv_plugin as tinykv
+arguments = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "num_attention_heads": 2}
+model = llama.Model(llama.ModelArgs("llama", **arguments, rms_norm_eps=1e-5, vocab_size=50))
+for _ in range(2):
+    with tinykv.attach(model) as kv:
+        pass
+"""
+
+
+@linux_only
+def test_a_program_that_imports_mlx_first_gets_a_hint_once(openblas: str) -> None:
+    hint = (
+        "mlx was imported before a fast BLAS, so it multiplies matrices slowly: call tinykv_plugin.blas.load_blas() "
+        "before anything imports mlx, or start the program with `tinykv run` (TINYKV_BLAS=off: no hint)\n"
+    )
+    for first in ("", "import mlx.core; from tinykv_plugin.blas import load_blas; load_blas()\n"):
+        done = run(first + ATTACH)
+        assert (done.returncode, done.stderr) == (0, hint)
+    for quiet in (run(LOAD + ATTACH), run(ATTACH, TINYKV_BLAS="Off"), run(ATTACH, LD_PRELOAD=openblas)):
+        assert (quiet.returncode, quiet.stderr) == (0, "")
+
+
+def test_no_hint_where_mlx_needs_no_other_blas(monkeypatch: pytest.MonkeyPatch) -> None:
+    import mlx.core as mx
+
+    monkeypatch.setattr(blas, "_report", None)
+    monkeypatch.setattr(blas, "global_provider", lambda: None)
+    monkeypatch.delenv("TINYKV_BLAS", raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
+    assert blas.hint()
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    assert not blas.hint()
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not blas.hint()

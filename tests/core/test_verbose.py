@@ -46,7 +46,7 @@ def test_growth_and_eviction(tiny_llama: Make, log: pytest.LogCaptureFixture) ->
         kv.prefix_cache.insert([1] * 80, cache)
         del cache
         run(model, make_prompt_cache(model), [2] * 100)
-        assert "5 cached pages evicted" in log.messages
+        assert "cached pages evicted: 5" in log.messages
         kv.prefix_cache.clear()
 
 
@@ -59,6 +59,9 @@ def test_preemption(tiny_llama: Make, log: pytest.LogCaptureFixture) -> None:
             pass
         assert generator.counts.preempted
         generator.close()
+    # Whoever keeps the records keeps no request's pages by them.
+    kept = [argument for record in log.records for argument in record.args or ()]
+    assert not [argument for argument in kept if isinstance(argument, BaseException)]
     (line, *_) = [line for line in log.messages if "gives its pages up" in line]
     assert line.startswith("request 1 gives its pages up, to be computed again: out of KV pages")
 

@@ -90,6 +90,13 @@ def test_the_figures_are_those_of_the_data() -> None:
     assert renewed.stdout == page
 
 
+def test_every_environment_variable_is_explained() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tinykv_plugin").rglob("*.py")]
+    names = {name for source in sources for name in re.findall(r'"(TINYKV_[A-Z_]*[A-Z])"', source)}
+    assert {"TINYKV_BLAS", "TINYKV_CACHE_DIR", "TINYKV_DISABLE_PLUGINS"} <= names
+    assert [name for name in names if f"\n`{name}`\n: " not in read("docs/configuration.md")] == []
+
+
 def test_every_page_is_in_the_table_of_contents() -> None:
     listed = set(re.findall(r"^([\w-]+)$", read("docs/index.md"), re.MULTILINE))
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}

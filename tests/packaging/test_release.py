@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from install_native import compiler
 
 from conftest import ROOT, run
 
@@ -102,16 +103,19 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
-def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
-    """In other folders, at other times, with other rights on the files: as two people would build it."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+def build_twice(folder: Path, tmp_path: Path) -> list[dict[str, str]]:
+    """As two people would build it: in other folders, at other times, with other rights on the files.
+
+    A wheel is made from the source distribution, as ``build`` does by default: the rights of files are the same there.
+    """
+    listed = subprocess.run(["git", "ls-files"], cwd=folder, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("not a git checkout, so what belongs to the source can't be told")
     results = []
     for number, (rights, stamp) in enumerate(((0o644, 1_600_000_000), (0o664, 1_700_000_000))):
         place = tmp_path / f"copy{number}" / "source"
         for name in listed.stdout.splitlines():
-            source, target = ROOT / name, place / name
+            source, target = folder / name, place / name
             if not source.is_file():
                 continue
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -122,8 +126,22 @@ def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
         environment = {**os.environ, "SOURCE_DATE_EPOCH": "1580601600"}
         run(sys.executable, "-m", "build", "--outdir", out, place, env=environment)
         results.append(digests(out))
-    assert len(results[0]) == 2
-    assert results[0] == results[1]
+    return results
+
+
+def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
+    first, second = build_twice(ROOT, tmp_path)
+    assert len(first) == 2
+    assert first == second
+
+
+@pytest.mark.timeout(900)
+def test_two_builds_of_the_native_backend_are_the_same_bytes(tmp_path: Path) -> None:
+    if compiler() is None:
+        pytest.skip("there is no C++ compiler, which tinykv-native needs")
+    first, second = build_twice(ROOT / "native", tmp_path)
+    assert len(first) == 2
+    assert first == second
 
 
 def test_a_users_project_stands_next_to_ours(installed: Path, tmp_path: Path) -> None:

@@ -76,6 +76,17 @@ def read_until(connection: socket.socket, wanted: bytes) -> bytes:
     return received
 
 
+def post(server: Server, body: object, path: str = "/v1/completions") -> tuple[int, Any]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(b"POST %s HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(data)) + data)
+        answer = b""
+        while piece := connection.recv(65536):
+            answer += piece
+    head, _, rest = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(rest)
+
+
 def save_tokenizer(folder: Path, vocab_size: int) -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

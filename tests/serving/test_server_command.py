@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx_lm.server
@@ -19,7 +20,8 @@ import openai
 import pytest
 from served import Server, request, wait_until, words
 
-from tinykv_plugin.serving.server import paged_server
+from tinykv_plugin.serving import server as server_module
+from tinykv_plugin.serving.server import AddressError, paged_server
 
 Serve = Callable[..., Server]
 Together = Callable[..., list[Any]]
@@ -31,7 +33,7 @@ def test_mlx_lm_is_restored() -> None:
     def enter_and_fail() -> None:
         with paged_server(max_queue=3):
             changed = {name for name, value in vars(mlx_lm.server).items() if before.get(name) is not value}
-            assert changed == {"ResponseGenerator", "LRUPromptCache", "_run_http_server"}
+            assert changed == {"ResponseGenerator", "LRUPromptCache", "_run_http_server", "scan_cache_dir"}
             with paged_server():
                 pass
             raise ZeroDivisionError
@@ -39,6 +41,40 @@ def test_mlx_lm_is_restored() -> None:
     with pytest.raises(ZeroDivisionError):
         enter_and_fail()
     assert dict(vars(mlx_lm.server)) == before
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        (("127.0.0.1", -2), "--port -2: a port is a number from 0 to 65535"),
+        (("127.0.0.1", 99999), "--port 99999: a port is a number from 0 to 65535"),
+        (("no host", 8080), "--host no host --port 8080: the server can't listen there ("),
+        (None, "the server can't listen there (Address already in use); try another one"),
+    ],
+)
+def test_where_it_cant_listen_it_ends(place: tuple[str, int] | None, said: str) -> None:
+    """It stops the thread that generates, which would keep the process alive."""
+    stopped: list[bool] = []
+    generator = SimpleNamespace(stop_and_join=lambda: stopped.append(True))
+    with socket.create_server(("127.0.0.1", 0)) as taken, paged_server(), pytest.raises(AddressError) as caught:
+        mlx_lm.server._run_http_server(*(place or taken.getsockname()), generator)
+    assert said in str(caught.value)
+    assert stopped == [True]
+
+
+def test_sigterm_counts_as_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    def serve(*args: Any, **options: Any) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(server_module, "_own_run_http_server", serve)
+    before = signal.getsignal(signal.SIGTERM)
+    stopped: list[bool] = []
+    with paged_server():
+        run: Any = mlx_lm.server._run_http_server
+        run("127.0.0.1", 0, SimpleNamespace(stop_and_join=lambda: stopped.append(True)))
+    assert stopped == [True]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.fixture
@@ -57,7 +93,7 @@ def process(model_dir: Callable[..., Path], tmp_path: Path) -> Iterator[tuple[su
             [sys.executable, "-c", command, *arguments],
             stdout=output,
             stderr=output,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "none")},
         )
     try:
         yield process, port, log
@@ -66,7 +102,9 @@ def process(model_dir: Callable[..., Path], tmp_path: Path) -> Iterator[tuple[su
         process.wait()
 
 
-def test_the_command(process: tuple[subprocess.Popen[bytes], int, Path], serve: Serve) -> None:
+def test_the_command(
+    process: tuple[subprocess.Popen[bytes], int, Path], serve: Serve, model_dir: Callable[..., Path]
+) -> None:
     running, port, log = process
 
     def get(path: str) -> str | None:
@@ -78,6 +116,8 @@ def test_the_command(process: tuple[subprocess.Popen[bytes], int, Path], serve: 
             return None
 
     wait_until(lambda: get("/health"), seconds=60, what="the server")
+    # Without a cache of Hugging Face's mlx-lm's own answer breaks off.
+    assert [each["id"] for each in json.loads(get("/v1/models") or "")["data"]] == [str(model_dir("llama").resolve())]
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
     expected = serve().complete(words(9), max_tokens=12)
     answer = client.completions.create(model="default_model", prompt=words(9), max_tokens=12)
@@ -89,7 +129,7 @@ def test_the_command(process: tuple[subprocess.Popen[bytes], int, Path], serve: 
     assert stats["requests"] == {"finished": 1, "cancelled": 0, "refused": 1, "failed": 0}
     assert 'tinykv_requests_total{outcome="refused"} 1.0' in (get("/metrics") or "")
     assert "queue" not in (get("/health") or "")
-    running.send_signal(signal.SIGINT)
+    running.send_signal(signal.SIGTERM)  # as `kill` does; it counts as ctrl-C
     # mlx's own threads sometimes abort a process that ends with the server's, without the plugin too.
     assert running.wait(30) in (0, -signal.SIGABRT)
     assert "Traceback" not in log.read_text()

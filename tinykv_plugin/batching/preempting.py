@@ -128,7 +128,8 @@ class PreemptingGenerator(BatchGenerator):  # type: ignore[misc]
             self._fail([youngest], error, out)
             return
         self.counts.preempted += 1
-        log.info("request %d gives its pages up, to be computed again: %s", youngest, error)
+        # As text: a log that keeps its records would keep the error's frames, and with them a row's pages.
+        log.info("request %d gives its pages up, to be computed again: %s", youngest, str(error))
         if youngest in self._generation_batch.uids:
             self._preempt_generating(self._generation_batch.uids.index(youngest), out)
         else:

@@ -9,7 +9,7 @@ from typing import Any
 from .. import __version__
 from ..units import format_bytes
 from .chart import line_chart
-from .results import against_stock, differing, losing, not_run
+from .results import against_stock, differing, losing, not_run, shown
 
 STYLE = """
 :root { color-scheme: light dark; --ground: #f6f7f9; --panel: #fff; --line: #d9dde3; --text: #1b2330; --quiet: #5a6576;
@@ -69,8 +69,11 @@ def report(results: dict[str, Any]) -> str:
 
 def charts(results: dict[str, Any]) -> Iterable[str]:
     """Memory over time, speed and time to the first token by context, and the batch sweep."""
+    stock, *paged = results["ways"]
+    # The best way, which is last, comes second: it has the same colour in all charts.
     by_length = {
-        way: [(row["prompt"], row) for row in results["single"] if row["way"] == way] for way in results["ways"]
+        way: [(row["prompt"], row) for row in results["single"] if row["way"] == way]
+        for way in [stock, *reversed(paged)]
     }
     for name, series in results["memory"].items():
         about = results["scenarios"][name]["about"]
@@ -87,7 +90,7 @@ def charts(results: dict[str, Any]) -> Iterable[str]:
 
 def _figures(results: dict[str, Any]) -> str:
     rows = [
-        (figure.case, figure.quantity, figure.way, f"{base:,.3g}", f"{figure.value:,.3g}", f"x{factor:.2f}")
+        (figure.case, figure.quantity, figure.way, shown(base), shown(figure.value), f"x{factor:.2f}")
         for figure, base, factor in against_stock(results)
     ]
     return _table(("case", "quantity", "way", "stock", "paged", "ratio"), rows)

@@ -88,6 +88,11 @@ def gain(quantity: str, old: float, new: float) -> float:
     return old / new if quantity in SMALLER_IS_BETTER else new / old
 
 
+def shown(value: float) -> str:
+    """For a table: three digits at least, and no powers of ten."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def against_stock(results: dict[str, Any]) -> list[tuple[Figure, float, float]]:
     """Each figure of a paged way, stock's value of the same, and the gain."""
     found = list(figures(results))
@@ -97,8 +102,8 @@ def against_stock(results: dict[str, Any]) -> list[tuple[Figure, float, float]]:
 
 
 def losing(results: dict[str, Any]) -> list[str]:
-    """What is worse than stock, in words, the worst first."""
-    worse = sorted((found for found in against_stock(results) if found[2] < 1), key=lambda found: found[2])
+    """What is worse than stock by a hundredth or more, in words, the worst first."""
+    worse = sorted((found for found in against_stock(results) if round(found[2], 2) < 1), key=lambda found: found[2])
     return [f"{figure.way}: {figure.quantity} of {figure.case}: x{factor:.2f}" for figure, _, factor in worse]
 
 

@@ -118,15 +118,13 @@ def measure(
 
 def print_results(out: Console, results: dict[str, Any]) -> int:
     """Every figure beside stock's, what loses, and whether the answers are equal."""
-    from ..bench.results import against_stock, differing, losing, not_run
+    from ..bench.results import against_stock, differing, losing, not_run, shown
 
     table = Table("case", "quantity", "way", title=escape(f"{results['model']}, paged beside stock"))
     for column in ("stock", "paged", "ratio"):
         table.add_column(column, justify="right")
     for figure, base, factor in against_stock(results):
-        table.add_row(
-            figure.case, figure.quantity, figure.way, f"{base:,.3g}", f"{figure.value:,.3g}", f"x{factor:.2f}"
-        )
+        table.add_row(figure.case, figure.quantity, figure.way, shown(base), shown(figure.value), f"x{factor:.2f}")
     out.print(table)
     worse = losing(results)
     out.print("worse than stock (ratios below 1):" if worse else "nothing is worse than stock", soft_wrap=True)
@@ -147,16 +145,14 @@ def print_results(out: Console, results: dict[str, Any]) -> int:
 
 def compare(first: Path, second: Path) -> int:
     """Print the figures of two results side by side."""
-    from ..bench.results import compare, differences, read
+    from ..bench.results import compare, differences, read, shown
 
     old, new = read(first), read(second)
     table = Table("case", "quantity", "way", title=escape(f"{second} beside {first}"))
     for column in ("A", "B", "ratio"):
         table.add_column(column, justify="right")
     for figure, base, factor in compare(old, new):
-        table.add_row(
-            figure.case, figure.quantity, figure.way, f"{base:,.3g}", f"{figure.value:,.3g}", f"x{factor:.2f}"
-        )
+        table.add_row(figure.case, figure.quantity, figure.way, shown(base), shown(figure.value), f"x{factor:.2f}")
     out = console()
     if table.row_count:
         out.print(table)

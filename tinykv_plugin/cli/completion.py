@@ -41,7 +41,10 @@ complete -o default -F _tinykv tinykv
 
 def completion(argv: Sequence[str]) -> int:
     """Print the script."""
-    description = 'Print a completion script: eval "$(tinykv completion bash)" in ~/.bashrc, or the like.'
+    description = (
+        'Print a completion script. In ~/.bashrc: eval "$(tinykv completion bash)"; in ~/.zshrc the same with zsh; '
+        "in config.fish: tinykv completion fish | source"
+    )
     parser = command_parser("completion", description, kv_flags=False)
     parser.add_argument("shell", choices=SHELLS)
     shell = parser.parse_args(argv).shell
@@ -59,7 +62,8 @@ def words_by_command() -> dict[str, Sequence[str]]:
     """What may follow each command."""
     flags = tuple(kv_flags())
     words: dict[str, Sequence[str]] = {
-        command.name: flags if command.keeps_kv else () for command in mlx_lm_commands().values()
+        command.name: (*command.options(), *(flags if command.keeps_kv else ()))
+        for command in mlx_lm_commands().values()
     }
     for name, options in OWN_OPTIONS.items():
         words[name] = options if name in WITHOUT_KV_FLAGS else (*options, *flags)

@@ -119,14 +119,18 @@ def advice(stored: Sequence[Stored], wish: Wish, left: int, page_size: int) -> s
         need = request_bytes(way.with_page_size(page_size), wish.context) * wish.concurrency
         if need <= left:
             flags = f"--kv-memory {_mebibytes(need)}MiB --kv-page-size {page_size} {way.flags}"
-            return f"{_requests(wish)} fit with {flags.rstrip()}"
+            return f"{_requests(wish)} {'fits' if wish.concurrency == 1 else 'fit'} with {flags.rstrip()}"
     if not left:
         return "the weights alone don't fit: use a smaller model, or one with fewer bits"
-    longest = longest_request(stored[-1].with_page_size(page_size), left // wish.concurrency)
-    fewer = requests_that_fit(stored[-1].with_page_size(page_size), left, wish.context)
-    return (
-        f"{_requests(wish)} don't fit: at most {fewer:,} of them, or {wish.concurrency:,} of {_tokens(longest)} tokens"
-    )
+    smallest = stored[-1]
+    longest = longest_request(smallest.with_page_size(page_size), left // wish.concurrency)
+    most = [f"{wish.concurrency:,} of {_tokens(longest)} tokens"]
+    if wish.concurrency > 1:
+        fewer = requests_that_fit(smallest.with_page_size(page_size), left, wish.context)
+        most.insert(0, f"at most {fewer:,} of them, or" if fewer else "not one does;")
+    how = f" with {smallest.flags}" if smallest.flags else ""
+    verb = "doesn't" if wish.concurrency == 1 else "don't"
+    return f"{_requests(wish)} {verb} fit: {' '.join(most)}{how}"
 
 
 def tokens(text: str) -> int:

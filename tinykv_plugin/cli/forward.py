@@ -11,6 +11,7 @@ from .console import console, log_to_stderr
 from .failures import UsageError
 from .flags import MLX_LM_FIELDS, PREFIX, flags_help, take_kv_flags
 from .launched import divided
+from .missing_models import told_in_one_line
 from .mlx_lm_commands import WITH_MAX_KV_SIZE, WITH_QUANTIZED_START, MlxLmCommand
 from .models import DENSE, AttachedModels
 from .patches import arguments
@@ -42,6 +43,8 @@ def forward(command: MlxLmCommand, argv: Sequence[str]) -> int:
             paged_prompt_files(models),
             divided(command),
             _prepared(command, config, models),
+            # The server has clients to tell.
+            told_in_one_line() if command.name != "server" else contextlib.nullcontext(),
         ):
             try:
                 _call(command, rest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -36,6 +37,7 @@ def inspect(argv: Sequence[str]) -> int:
     fields, rest = take_kv_flags(argv)
     options = _parser().parse_args(rest)
     config = KVCacheConfig(**fields)
+    share = config.memory if isinstance(config.memory, float) else None
     if options.memory is not None:  # the budget is that of the Mac in question
         budget = config.memory_bytes(Machine.mac(options.memory).usable)
         config = KVCacheConfig(**{**config.model_dump(), "memory": budget})
@@ -46,15 +48,18 @@ def inspect(argv: Sequence[str]) -> int:
         lazy = load_lazily(options.model, options.trust_remote_code)
         out = console()
         with attach(lazy.model, config) as kv:
-            out.print(plan_table(kv.plan, _label(options.model)))
+            out.print(plan_table(kv.plan, f"{_label(options.model)}: {lazy.kind}"))
             groups = group_sizes(kv)
             if not groups:
                 out.print(f"no layer of this model is kept in pages of ours (cache: {escape(config.cache)})")
                 return 0
-            out.print(size_table(groups, kv.stats().bytes_total))
+            out.print(size_table(groups, kv.stats().bytes_total, share))
         if any(value is not None for value in (options.memory, options.context, options.concurrency)):
             wish = Wish(options.context or CHAT_TOKENS, options.concurrency or 1)
-            print_fit(out, lazy, ways_to_store(lazy, config), wish, options.memory, config.page_size)
+            stored, problem = ways_to_store(lazy, config)
+            print_fit(out, lazy, stored, wish, options.memory, config.page_size)
+            if problem:
+                out.print(f"fewer bits are not in the table: {escape(problem)}", soft_wrap=True)
     return 0
 
 
@@ -88,23 +93,27 @@ def print_fit(
         out.print(f"the model was made for contexts of {lazy.context:,} tokens")
 
 
-def ways_to_store(lazy: LazyModel, config: KVCacheConfig) -> list[Stored]:
-    """The model's own dtype, then fewer bits, where its heads can be stored so; or just as the settings ask."""
+def ways_to_store(lazy: LazyModel, config: KVCacheConfig) -> tuple[list[Stored], str]:
+    """The model's own dtype, then fewer bits, where its heads can be stored so; or just as the settings ask.
+
+    Also why its heads can't be stored in fewer bits; empty if they can.
+    """
     from ..attachment import attach
 
     settings = config.model_dump()
     asked = [settings[name] for name in ("bits", "key_bits", "value_bits")]
-    ways = []
+    ways, problem = [], ""
     for bits in [None, 8, 4] if not any(asked) else [config.bits]:
         try:
             with attach(lazy.model, KVCacheConfig(**{**settings, "bits": bits})) as kv:
                 stored = dict.fromkeys(line.storage for line in kv.plan if line.kind != "dense")
                 flags = f"--kv-bits {bits}" if bits is not None and not any(asked) else ""
                 ways.append(Stored(", ".join(stored), group_sizes(kv), flags))
-        except ConfigError:
+        except ConfigError as error:
             if any(asked):
                 raise
-    return ways
+            problem = str(error)
+    return ways, problem
 
 
 def _this_machine() -> Machine:
@@ -114,9 +123,8 @@ def _this_machine() -> Machine:
 
 
 def _label(path: Path) -> str:
-    if path.is_dir():
-        return model_label(path)
-    return model_label(path.resolve().parent) if path.name == "config.json" else path.stem
+    """A folder's name; of a configuration alone its path, as it may lie anywhere."""
+    return model_label(Path(os.path.abspath(path))) if path.is_dir() else str(path)
 
 
 def plan_table(plan: Sequence[LayerPlan], label: str) -> Table:
@@ -161,8 +169,11 @@ def group_sizes(kv: Attachment) -> list[GroupSize]:
     return sizes
 
 
-def size_table(groups: Sequence[GroupSize], budget: int) -> Table:
-    """Bytes of a token and a page, what the budget holds, and what mlx-lm's own caches would take."""
+def size_table(groups: Sequence[GroupSize], budget: int, share: float | None = None) -> Table:
+    """Bytes of a token and a page, what the budget holds, and what mlx-lm's own caches would take.
+
+    ``share`` is the setting ``memory``, if that is a part of what there is.
+    """
     page, opened = (sum(group.page_bytes for group in groups if group.open == which) for which in (False, True))
     chat, stock = request_bytes(groups, CHAT_TOKENS), stock_request_bytes(groups, CHAT_TOKENS)
     longest = longest_request(groups, budget)
@@ -171,7 +182,7 @@ def size_table(groups: Sequence[GroupSize], budget: int) -> Table:
     table.add_row(f"a page of {groups[0].page_size} tokens", format_bytes(page))
     if opened:
         table.add_row("the page being filled, besides", format_bytes(opened))
-    table.add_row("the budget", format_bytes(budget))
+    table.add_row("the budget" if share is None else f"the budget (memory = {share:g})", format_bytes(budget))
     table.add_row(
         "longest request", "no limit: all layers keep a bounded number" if longest is None else f"{longest:,} tokens"
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution
+from pathlib import Path
 
 from ..mlx_lm_installation import not_installed
 from .failures import CommandError
@@ -21,6 +24,8 @@ WITH_MAX_KV_SIZE = frozenset({"cache_prompt", "chat", "generate"})
 WITH_QUANTIZED_START = frozenset({"cache_prompt", "generate", "server"})
 """Commands that have the flag ``--quantized-kv-start``."""
 
+_LONG_OPTION = re.compile(r"""add_argument\(\s*(?:["']-\w["'],\s*)?["'](--[a-z][\w-]*)["']""")
+
 
 @dataclass(frozen=True)
 class MlxLmCommand:
@@ -33,6 +38,16 @@ class MlxLmCommand:
     def keeps_kv(self) -> bool:
         """Whether the command keeps K/V between two calls of the model."""
         return self.name not in WITHOUT_KV_CACHE
+
+    def options(self) -> Sequence[str]:
+        """Its long options, read from its source: importing it takes longer than a shell may need to start."""
+        package, *inner = self.entry.module.split(".")
+        spec = importlib.util.find_spec(package)
+        for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+            file = Path(folder, *inner).with_suffix(".py")
+            if file.is_file():
+                return tuple(dict.fromkeys(_LONG_OPTION.findall(file.read_text(encoding="utf-8"))))
+        return ()
 
     def load(self) -> object:
         """Import the command and return its ``main``. Raises CommandError if a package that it uses is absent."""

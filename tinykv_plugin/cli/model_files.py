@@ -20,9 +20,13 @@ BROKEN = (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError
 
 @dataclass(frozen=True)
 class LazyModel:
-    """A model whose weights are not in memory. ``weights`` is their size in bytes, ``context`` what it was made for."""
+    """A model whose weights are not in memory.
+
+    ``kind`` is its ``model_type``, ``weights`` their size in bytes, ``context`` the number of tokens it was made for.
+    """
 
     model: Any
+    kind: str
     weights: int
     context: int | None
 
@@ -34,7 +38,7 @@ def load_lazily(path: Path, trust_remote_code: bool) -> LazyModel:
     elif path.is_file():
         folder = _alone(path)
     else:
-        raise CommandError(f"{path} is no folder and no file; inspect takes a model's folder or its config.json")
+        raise CommandError(f"{path} is no folder and no file; give a model's folder or its config.json")
     with folder as place:
         try:
             return _load(place, trust_remote_code)
@@ -59,13 +63,16 @@ def _load(folder: Path, trust_remote_code: bool) -> LazyModel:
     if not config_file.is_file():
         raise FileNotFoundError(f"there is no config.json in {folder}")
     config = json.loads(config_file.read_text(encoding="utf-8"))
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ValueError("its config.json names no model_type")
     model = utils.load_model(folder, lazy=True, strict=with_weights, trust_remote_code=trust_remote_code)[0]
     if not with_weights:
         _as_configured(model, config)
     leaves: Any = tree_flatten(model.parameters())
     text = config.get("text_config") or {}
     context = config.get("max_position_embeddings") or text.get("max_position_embeddings")
-    return LazyModel(model, sum(array.nbytes for _, array in leaves), int(context) if context else None)
+    weights = sum(array.nbytes for _, array in leaves)
+    return LazyModel(model, str(config["model_type"]), weights, int(context) if context else None)
 
 
 def _as_configured(model: Any, config: dict[str, Any]) -> None:

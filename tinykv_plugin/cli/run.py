@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import sys
@@ -74,12 +75,26 @@ def parse_program(argv: Sequence[str]) -> Program:
 
 
 def execute(program: Program) -> None:
-    """Run the program with ``sys.argv`` and ``sys.path[0]`` as ``python`` sets them."""
+    """Run the program with ``sys.argv`` and ``sys.path[0]`` as ``python`` sets them. Raises UsageError."""
     with arguments([program.target, *program.arguments], first_path=_first_path(program)):
         if program.is_module:
+            _require_module(program.target)
             runpy.run_module(program.target, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(program.target, run_name="__main__")
+
+
+def _require_module(name: str) -> None:
+    """Raise UsageError if there is no such module. Imports the packages it is in, as running it does."""
+    try:
+        found = importlib.util.find_spec(name) is not None
+    except (ModuleNotFoundError, ValueError) as error:
+        # What a package it is in lacks is another matter.
+        if isinstance(error, ModuleNotFoundError) and not f"{name}.".startswith(f"{error.name}."):
+            raise
+        found = False
+    if not found:
+        raise UsageError(f"run: there is no module {name}")
 
 
 def _first_path(program: Program) -> str | None:

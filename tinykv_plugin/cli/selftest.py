@@ -92,7 +92,9 @@ def _run(
         return 0
     out.print(table)
     for (name, kind), measured in timings.items():
-        out.print(_timing_table(name, kind, measured))
+        # As a title it would be cut to the table's width.
+        out.print(escape(f"a decode step of one layer: {kind}"), soft_wrap=True)
+        out.print(_timing_table(name, measured))
     return FAILED if failed else 0
 
 
@@ -127,9 +129,8 @@ def _keep(backend: AttentionBackend, request: AttentionRequest, problem: str, me
         forget()
 
 
-def _timing_table(name: str, kind: str, measured: Sequence[Timing]) -> Table:
-    title = f"a decode step of one layer: {kind}"
-    table = Table("rows", "tokens", "dense ms", "gather ms", f"{name} ms", "gather / " + name, title=escape(title))
+def _timing_table(name: str, measured: Sequence[Timing]) -> Table:
+    table = Table("rows", "tokens", "dense ms", "gather ms", f"{name} ms", "gather / " + name)
     for timing in measured:
         table.add_row(
             str(timing.batch),
@@ -142,16 +143,10 @@ def _timing_table(name: str, kind: str, measured: Sequence[Timing]) -> Table:
 
 def _requests(config: KVCacheConfig, model: Path | None) -> list[AttentionRequest]:
     """The kinds of decode calls of a model, each with one query token and with several; without one, a usual kind."""
-    import mlx.core as mx
-
-    from ..protocols import AttentionRequest
     from ..selftest.outcomes import kind_of
+    from ..selftest.sample import usual_request
 
-    if model is None:
-        dtype = mx.float32 if mx.default_device().type == mx.DeviceType.cpu else mx.float16
-        decode = [AttentionRequest(32, 8, 128, 128, dtype, config.page_size, 1, "none", None, 0, False)]
-    else:
-        decode = _requests_of_model(config, model)
+    decode = [usual_request(config.page_size)] if model is None else _requests_of_model(config, model)
     kinds = {}
     for request in decode:
         for count in QUERY_LENS:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 from .. import __version__
 from ..blas import blas_report
 from ..config import KVCacheConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, TinyKVError
 from ..units import format_bytes
+
+if TYPE_CHECKING:
+    from ..protocols import AttentionBackend
 
 
 def version_lines() -> Iterator[str]:
@@ -83,8 +87,34 @@ def _other_plugins() -> str:
 
 
 def _backends() -> str:
+    """Those that serve a common model's calls here, best first, and why the others don't."""
     from ..manager import default_manager
 
-    offered = [item for info in default_manager().plugins for item in info.provides]
-    names = [item.removeprefix("backend ") for item in offered if item.startswith("backend ")]
-    return ", ".join(names) or "none"
+    manager = default_manager()
+    offered = [item for info in manager.plugins for item in info.provides]
+    usable, others = [], []
+    for name in (item.removeprefix("backend ") for item in offered if item.startswith("backend ")):
+        try:
+            backend = manager.backends(name)[0]
+            problem = _problem(backend)
+        except (ImportError, TinyKVError) as error:
+            others.append(f"{name} ({error})")
+            continue
+        if problem:
+            others.append(f"{name} ({problem})")
+        else:
+            usable.append((-backend.priority, name))
+    names = ", ".join(name for _, name in sorted(usable)) or "none"
+    return f"{names}; not usable here: {', '.join(others)}" if others else names
+
+
+def _problem(backend: AttentionBackend) -> str:
+    """Why ``backend`` can't serve here; empty if it can. Raises ImportError where mlx can't be imported."""
+    from ..layer import reasons_against
+    from ..selftest.sample import usual_request
+
+    try:
+        page_size = KVCacheConfig().page_size
+    except ConfigError:  # said in another line
+        page_size = KVCacheConfig.model_fields["page_size"].default
+    return "; ".join(reasons_against(backend, usual_request(page_size)))

@@ -18,6 +18,12 @@ from ..step import GroupStep
 from ..table import PageTable, Retention
 
 
+def usual_request(page_size: int) -> AttentionRequest:
+    """A decode call of a common model, for when no model is given."""
+    dtype = mx.float32 if mx.default_device().type == mx.DeviceType.cpu else mx.float16
+    return AttentionRequest(32, 8, 128, 128, dtype, page_size, 1, "none", None, 0, False)
+
+
 class Sample:
     """Rows of ``contexts`` tokens for calls of the kind of ``request``; the same numbers for the same arguments.
 

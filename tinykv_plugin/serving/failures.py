@@ -15,7 +15,18 @@ class TooManyWatchersError(TinyKVError):
 
 
 class InvalidRequestError(TinyKVError, ValueError):
-    """A request can't be understood: its client has to change it."""
+    """A request can't be understood: its client has to change it. ``status`` is that of the answer."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ModelNotFoundError(InvalidRequestError):
+    """A request names a model, or an adapter, that can't be had."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, 404)
 
 
 def without_traceback(error: Exception) -> str:
@@ -43,9 +54,11 @@ def failure_of(error: Exception, *, started: bool) -> Failure:
         return Failure(429, _body(error, "rate_limit_error"), {"Retry-After": str(error.retry_after)})
     if isinstance(error, TooManyWatchersError):
         return Failure(503, _body(error, "server_error"))
+    if isinstance(error, InvalidRequestError):
+        return Failure(error.status, _body(error, "invalid_request_error"))
     too_large = isinstance(error, RequestTooLargeError) or (isinstance(error, OutOfPagesError) and not started)
     # ConfigError and DraftError: the server's settings and models don't allow what was asked for, and won't later.
-    if too_large or isinstance(error, InvalidRequestError | ConfigError | DraftError):
+    if too_large or isinstance(error, ConfigError | DraftError):
         return Failure(400, _body(error, "invalid_request_error"))
     return Failure(500, _body(error, "server_error"))
 

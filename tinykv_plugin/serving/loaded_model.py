@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+import mlx.core as mx
 
 from ..attachment import attachment_of
 from ..batching.admission import Admission
 from ..drafts import require_drafts
-from ..errors import ConfigError, DraftError, OutOfPagesError, RequestTooLargeError
+from ..errors import ConfigError, DraftError, OutOfPagesError, RequestTooLargeError, TinyKVError
 from ..pool import Budget, PagePool, find_room
 from ..prefix_cache import PrefixCache
 from ..session import PagedSession
+from .failures import InvalidRequestError, ModelNotFoundError, without_traceback
+from .model_lookup import reason_of, require_adapter, require_model
 
 log = logging.getLogger("tinykv")
+
+DEFAULT = "default_model"
+"""What a request calls the model, and the draft model, that the server was started with."""
 
 
 class LoadedModel:
@@ -37,13 +46,34 @@ class LoadedModel:
 
     def is_named(self, names: Any) -> bool:
         """Whether this is the model that a request names."""
+        return bool(self.provider.model_key == self._key(names))
+
+    def require(self, names: Any) -> Any:
+        """``names``, if the model, the adapter and the draft model that a request names can be had.
+
+        Raises InvalidRequestError otherwise, before anything is given up for them. The model of the start is known by
+        any path to its folder, such as the one that ``/v1/models`` tells.
+        """
         provider = self.provider
-        wanted = (
-            provider._model_map.get(names.model, names.model),
-            provider._adapter_map.get(names.model, names.adapter),
-            provider._draft_model_map.get(names.draft, names.draft),
-        )
-        return bool(provider.model_key == wanted)
+        if not isinstance(names.draft, str | None):
+            raise InvalidRequestError(f"draft_model: it has to be a name, not {names.draft!r:.80}")
+        names = self._as_at_the_start(names)
+        if self.is_named(names):
+            return names
+        options = {"trust_remote_code": provider.cli_args.trust_remote_code, "whole": not provider.is_distributed}
+        model, adapter, draft = self._key(names)
+        if provider.is_distributed and (adapter is not None or draft is not None):
+            raise InvalidRequestError("adapters and draft models can't be used with a model that is divided")
+        if model is None:
+            raise ModelNotFoundError("the server was started without --model, so a request has to name one")
+        # Those of the start are what the server itself has to load: if that fails, it is no fault of a request.
+        if names.model != DEFAULT:
+            require_model(model, **options)
+        if adapter is not None and names.model != DEFAULT:
+            require_adapter(adapter)
+        if draft is not None and names.draft != DEFAULT:
+            require_model(draft, **options)
+        return names
 
     def load_default(self) -> None:
         """Load the model given at the start. If that fails, each request will try again, and get the reason.
@@ -53,8 +83,10 @@ class LoadedModel:
         try:
             self.provider.load_default()
             self._look()
-        except Exception:
-            log.exception("the model could not be loaded; requests that need it will fail")
+        except Exception as error:
+            reason = str(error) if isinstance(error, TinyKVError) else f"{type(error).__name__}: {reason_of(error)}"
+            log.error("the model could not be loaded, requests that need it will fail: %s", reason)
+            log.info("where it happened:", exc_info=True)
             self.failed = True
             return
         provider = self.provider
@@ -70,6 +102,16 @@ class LoadedModel:
         self.provider.load(names.model, names.adapter, names.draft)
         self._look()
         self.failed = False
+
+    def finish(self) -> None:
+        """Have computed what was begun: no other thread than this one, which ran the model, could do it."""
+        for session in self.sessions.values():
+            layers = [pages for pool in session.pools for pages in pool.layers.values()]
+            try:
+                with session.lock:
+                    mx.eval([pages.state() for pages in layers], [pages.last_read for pages in layers])
+            except Exception as error:
+                log.info("what was under way can't be finished: %s", without_traceback(error))
 
     def forget(self) -> None:
         """Drop what would keep the model alive."""
@@ -114,6 +156,24 @@ class LoadedModel:
             with session.lock:
                 total += sum(pool.allocator.used * pool.page_bytes for pool in session.pools)
         return total
+
+    def _key(self, names: Any) -> tuple[str | None, str | None, str | None]:
+        """By what mlx-lm knows a loaded model: its own name, an adapter's and a draft model's."""
+        provider = self.provider
+        return (
+            provider._model_map.get(names.model, names.model),
+            provider._adapter_map.get(names.model, names.adapter),
+            provider._draft_model_map.get(names.draft, names.draft),
+        )
+
+    def _as_at_the_start(self, names: Any) -> Any:
+        at_start = self.provider.cli_args.model
+        if at_start is None or names.adapter is not None or self.provider.cli_args.adapter_path is not None:
+            return names
+        with contextlib.suppress(OSError, ValueError):  # of what can't be a path
+            if Path(at_start).is_dir() and Path(names.model).resolve() == Path(at_start).resolve():
+                return dataclasses.replace(names, model=DEFAULT)
+        return names
 
     def _make_room(self, need: Sequence[tuple[PagePool, int]]) -> None:
         """Have stored prompts give way to ``need`` pages of each pool, as far as they can."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,20 @@ def require_usable(args: Any, vocabulary: int) -> None:
     stop = args.stop_words
     if not (isinstance(stop, list) and all(isinstance(word, str) for word in stop)):
         raise InvalidRequestError(f"stop: it has to be a text or a list of texts, not {stop!r:.80}")
+
+
+def tokenize(theirs: Callable[..., Any], tokenizer: Any, request: Any, args: Any) -> Any:
+    """What mlx-lm's ``_tokenize``, ``theirs``, makes of a request. Raises InvalidRequestError if it isn't a prompt."""
+    try:
+        tokenized = theirs(tokenizer, request, args)
+    except Exception as error:
+        raise InvalidRequestError(f"the prompt can't be tokenized: {type(error).__name__}: {error}") from None
+    if request.request_type == "text" and not isinstance(request.prompt, str):
+        # Tokenizers take some lists, for something else than one text.
+        raise InvalidRequestError(f"the prompt has to be one text, not {type(request.prompt).__name__}")
+    if not tokenized[0]:
+        raise InvalidRequestError("the prompt is empty: it has to have a token at least")
+    return tokenized
 
 
 def make_prompt(generator: Any, request: Any, args: Any) -> Prompt:

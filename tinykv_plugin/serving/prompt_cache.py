@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,8 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from ..drafted_prompt import DraftedPrompt
 from ..prefix_cache import PrefixCache
+
+log = logging.getLogger("tinykv")
 
 UNLIMITED = 1 << 63
 
@@ -104,10 +107,17 @@ class PagedPromptCache(LRUPromptCache):  # type: ignore[misc]
             return any(prefix.eviction.evict(1) for prefix in self._prefixes)
 
     def clear(self) -> None:
-        """Drop everything: the model is going, and its pages with it."""
+        """Drop everything: the model is going, and its pages with it. What can go to disk goes there first.
+
+        For the thread that ran the model.
+        """
         with self._lock:
             for prefix in self._prefixes:
-                prefix.clear()
+                try:
+                    prefix.close()
+                except Exception as error:
+                    log.warning("stored prompts were not written to disk: %s", str(error))
+                    prefix.clear()
             self._prefixes = ()
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:

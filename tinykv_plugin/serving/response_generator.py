@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from .line import WaitingLine
 from .live import LiveView
 from .loaded_model import LoadedModel
 from .metrics import ServerMetrics, ServerState
-from .prompt import make_prompt, require_usable
+from .prompt import make_prompt, require_usable, tokenize
 from .prompt_cache import UNLIMITED, PagedPromptCache
 from .ticket import Ticket
 
@@ -54,10 +55,16 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
     # Any thread -----------------------------------------------------------------------------------------------------
 
     def submit(self, request: Any, args: Any) -> Ticket:
-        """Take a request in. Raises QueueFullError, and RuntimeError if the server is stopping."""
+        """Take a request in. Raises InvalidRequestError, QueueFullError; RuntimeError if the server is stopping."""
         if not self.generation_available():
             raise RuntimeError("the generation thread died")
-        return self._line.join(request, args)
+        # In the client's thread: others go on while a model is looked for.
+        try:
+            names = self._model.require(args.model)
+        except InvalidRequestError:
+            self.metrics.ended("refused")
+            raise
+        return self._line.join(request, dataclasses.replace(args, model=names))
 
     def generate(
         self, request: Any, generation_args: Any, progress_callback: Callable[[int, int], None] | None = None
@@ -218,15 +225,7 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
         self._keep_limit()
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
-        try:
-            tokenized = super()._tokenize(tokenizer, request, args)
-        except Exception as error:
-            raise InvalidRequestError(f"the prompt can't be tokenized: {type(error).__name__}: {error}") from None
-        if request.request_type == "text" and not isinstance(request.prompt, str):
-            # Tokenizers take some lists, for something else than one text.
-            raise InvalidRequestError(f"the prompt has to be one text, not {type(request.prompt).__name__}")
-        if not tokenized[0]:
-            raise InvalidRequestError("the prompt is empty: it has to have a token at least")
+        tokenized = tokenize(super()._tokenize, tokenizer, request, args)
         if self._alone is not None:
             tokens = len(tokenized[0]) + args.max_tokens
             chunk = self.cli_args.prefill_step_size
@@ -252,6 +251,7 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
     def _forget_model(self) -> None:
         """Drop what keeps the loaded model alive: stored prompts are in its pages."""
         self._drop_batch()
+        self._model.finish()
         self._stored.clear()
         self._model.forget()
 

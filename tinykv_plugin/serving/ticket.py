@@ -98,7 +98,9 @@ class Ticket:
             self.end("cancelled")
             return
         text = without_traceback(error)
-        if not (logged or isinstance(error, TinyKVError)):
+        if isinstance(error, TinyKVError):
+            log.info("request %d ends with an error: %s", self.number, str(error))
+        elif not logged:
             log.error("a request failed: %s", text)
         refused = isinstance(error, (InvalidRequestError, QueueFullError, RequestTooLargeError))
         self.end("refused" if refused else "failed", error)
