@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import weakref
@@ -33,13 +32,14 @@ from .prefix_disk import PrefixDisk
 from .prefix_store import PrefixStore
 from .protocols import AttachContext, AttentionBackend, LayerPlan
 from .reservation import reserve
+from .runner import Runner
 from .running_batch import RunningBatches
 from .separate_rows import guard
 from .sequence import PagedSequence
 from .stats import PoolStats, collect
 from .step import GroupStep, Step
 from .table import PageTable, Retention
-from .unfinished import LOST, discard_unfinished
+from .unfinished import LOST
 from .unused import UnusedCache
 
 log = logging.getLogger("tinykv")
@@ -72,8 +72,7 @@ class PagedSession:
         self._plan = plan
         self.kv_format = KVFormat.of(context.config)
         self.emit = context.emit
-        self._thread = threading.get_ident()
-        self._runner = threading.current_thread()
+        self.runner = Runner()
         self.batches = RunningBatches(len(plan.groups))
         self._offsets: tuple[list[int], mx.array] | None = None
         config = context.config
@@ -263,7 +262,7 @@ class PagedSession:
     def write(self, layer: PagedLayer, step: Step, keys: mx.array, values: mx.array) -> PagedKVMetadata:
         """Put a layer's new tokens into the pages of ``step``. A step nobody wrote in is taken back on failure."""
         try:
-            if threading.get_ident() != self._thread:
+            if threading.get_ident() != self.runner.ident:
                 self.enter()  # another thread was here since the step began
             pages = pages_for(self, layer, keys, values)
             metadata = PagedKVMetadata(pages, step.groups[layer.group])
@@ -298,7 +297,7 @@ class PagedSession:
             freed = sum(table.release() for table in tables)
             if freed:
                 self.emit("tinykv_request_freed", RequestFreed(tokens, freed))
-            if threading.get_ident() == self._thread:
+            if threading.get_ident() == self.runner.ident:
                 self.prefix.eviction.keep_within()  # what gives way may have to be read
 
     def _reserve(self, rows: Sequence[PagedSequence], query_lens: Sequence[int], commit: bool = True) -> int:
@@ -351,7 +350,7 @@ class PagedSession:
         Asked from another thread than the one that runs the model, a pass may just be under way: it is left alone.
         """
         self.collect_abandoned()
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() == self.runner.ident:
             for row in self.live_sequences():
                 row.heal()
 
@@ -379,25 +378,4 @@ class PagedSession:
         if self.closed:
             raise CacheStateError("the model was detached from tinykv; make a new prompt cache for it")
         self.collect_abandoned()
-        # Not by its number, which a new thread may have after it.
-        runner = threading.current_thread()
-        if runner is self._runner:
-            return
-        layers = [pages for pool in self.pools for pages in pool.layers.values()]
-        try:
-            mx.eval([pages.state() for pages in layers])
-            # Reads of a thread that has ended, as of a prompt's chunk whose logits nobody wanted, change nothing.
-            with contextlib.nullcontext() if self._runner.is_alive() else contextlib.suppress(RuntimeError):
-                mx.eval([pages.last_read for pages in layers])
-        except RuntimeError as error:
-            if self._runner.is_alive():
-                raise CacheStateError(
-                    f"another thread is in the middle of a step of this model ({error}); "
-                    f"let it finish (mx.eval its output) before this thread uses the model"
-                ) from None
-            log.warning("a thread ended in the middle of a step of this model: the prompt caches there are were lost")
-            discard_unfinished(self)
-        for pages in layers:
-            pages.last_read = None  # that thread's, and over
-        self._thread = threading.get_ident()
-        self._runner = runner
+        self.runner.take_over(self)
