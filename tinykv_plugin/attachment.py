@@ -26,6 +26,7 @@ from .protocols import AttachContext, CacheSession, LayerPlan, Replacement, Repl
 from .separate_rows import separately
 from .session import PagedSession
 from .stats import PoolStats
+from .storing import storing
 
 log = logging.getLogger("tinykv")
 
@@ -33,7 +34,7 @@ _HOOK = "make_cache"
 _MISSING = object()
 # The package has a function of this name in place of the module.
 _GENERATE = importlib.import_module("mlx_lm.generate")
-_DRAFTS = "speculative_generate_step"
+_STEPS, _DRAFTS = "generate_step", "speculative_generate_step"
 _MAKE_PROMPT_CACHE = mlx_cache.make_prompt_cache.__code__
 
 _lock = threading.RLock()
@@ -92,7 +93,7 @@ class Attachment:
         self._replaced = [dispatch.attention_of(module) for module in adapter.attention_modules(model)]
         if isinstance(adapter, ReplacingAdapter):
             self._replaced += adapter.replacements(model)
-        self._replaced.append(Replacement(_GENERATE, _DRAFTS, _drafting))
+        self._replaced += [Replacement(_GENERATE, _STEPS, storing), Replacement(_GENERATE, _DRAFTS, _drafting)]
         with _lock:
             self._install()
             self._make_cache = self.make_cache

@@ -11,12 +11,10 @@ from mlx_lm.models import cache as mlx_cache
 
 from . import layout
 from .cache import PagedKVCache
-from .drafted_prompt import DraftedPrompt
 from .errors import DraftError, TinyKVError
 from .rewinding import RewindingCache, RewindingModel
-
-HANDLES_PAGES = "handles_pages"
-"""Attribute of loops that need no wrapping by :func:`drafting`."""
+from .stored_prompt import PromptPart, StoredPrompt
+from .storing import HANDLES_PAGES
 
 PREFILL_STEP = 512
 """Prompt tokens in a pass of mlx-lm's loop unless it is told otherwise."""
@@ -54,7 +52,8 @@ def drafting(own_loop: Loop, is_paged: Callable[[Any], bool]) -> Loop:
             for leaf in layout.leaves([*caches[0], *caches[1]]):
                 if isinstance(leaf, PagedKVCache):
                     leaf.to_quantized(group_size, bits)  # raises if its pages have another format
-        prompts = prompt_cache.parts if isinstance(prompt_cache, DraftedPrompt) else [None, None]
+        stored = prompt_cache if isinstance(prompt_cache, StoredPrompt) and prompt_cache.begin(prompt) else None
+        prompts: list[PromptPart | None] = [None, None] if stored is None else [*stored.parts]
         rewinding = [
             RewindingCache(part, num_draft_tokens, len(prompt), whole)
             for part, whole in zip(caches, prompts, strict=True)
@@ -63,7 +62,10 @@ def drafting(own_loop: Loop, is_paged: Callable[[Any], bool]) -> Loop:
         steps: Any = own_loop(prompt, *stand_ins, *args, prompt_cache=rewinding, **options)
         failed = True
         try:
-            yield from steps
+            for step in steps:
+                if stored is not None:
+                    stored.tokens.append(int(step[0]))
+                yield step
             failed = False
         except GeneratorExit:
             failed = False
@@ -79,6 +81,8 @@ def drafting(own_loop: Loop, is_paged: Callable[[Any], bool]) -> Loop:
                 # What a last pass wrote that nobody looked at would be lost with this thread.
                 for part in rewinding:
                     part.finish()
+            if stored is not None:
+                stored.ended()
 
     setattr(speculative_generate_step, HANDLES_PAGES, True)
     return speculative_generate_step

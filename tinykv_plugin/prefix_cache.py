@@ -17,6 +17,7 @@ from .prefix_disk import PrefixDisk
 from .prefix_eviction import PrefixEviction
 from .prefix_index import PrefixIndex, States
 from .prefix_tree import token_bytes
+from .stored_prompt import StoredPrompt
 
 if TYPE_CHECKING:
     from .sequence import PagedSequence
@@ -48,20 +49,27 @@ class PrefixCache:
 
     # What authors use -----------------------------------------------------------------------------------------------
 
-    def fetch(self, tokens: Sequence[int], max_kv_size: int | None = None) -> tuple[list[Any], list[int]]:
+    def fetch(
+        self, tokens: Sequence[int], max_kv_size: int | None = None, draft: PrefixCache | None = None
+    ) -> tuple[list[Any], list[int]]:
         """A new request's caches with the longest stored prefix of ``tokens``, and the tokens still to run.
 
-        At least the last token is left to run. With nothing stored the caches are empty.
+        At least the last token is left to run. With nothing stored the caches are empty. With the prefix cache of a
+        ``draft`` model, that one's caches come behind the model's, as mlx-lm's loop for drafts takes them. If the
+        caches are given to mlx-lm's loops, these store the prompt while they process it.
         """
-        cache, rest, _ = self.attach(tokens, max_kv_size)
-        return cache, rest
+        stored, count = StoredPrompt.fetch([self] if draft is None else [self, draft], tokens, max_kv_size)
+        return stored, list(tokens[count:])
 
     def insert(self, tokens: Sequence[int], cache: Sequence[Any]) -> int:
         """Store ``cache`` (one request's), which holds ``tokens``; it can be used further. Returns the tokens stored.
 
         If the cache holds fewer tokens, these are stored. (The caches of a model without any attention can't tell how
-        many they hold: it must be exactly ``tokens``.) Raises CacheStateError for another model's cache.
+        many they hold: it must be exactly ``tokens``.) What was fetched with a draft model's is stored in both. Raises
+        CacheStateError for another model's cache.
         """
+        if isinstance(cache, StoredPrompt) and len(cache.parts) > 1:
+            return cache.keep(tokens)
         return self._insert(tokens, cache, tail=True)
 
     def insert_unfinished(self, tokens: Sequence[int], cache: Sequence[Any]) -> int:

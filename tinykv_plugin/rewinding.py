@@ -16,7 +16,7 @@ from .layout import leaves
 from .unused import UnusedCache
 
 if TYPE_CHECKING:
-    from .drafted_prompt import PromptPart
+    from .stored_prompt import PromptPart
 
 REWINDABLE = (mlx_cache.KVCache, mlx_cache.QuantizedKVCache, mlx_cache.ConcatenateKVCache, UnusedCache)
 """Caches without pages that keep every token, or none: others say that they can be trimmed, and then read what they
@@ -57,7 +57,6 @@ class RewindingCache:
         self._prompt = prompt
         # Tokens before those that the loop knows of; all that is left of them is run first.
         self._before = 0 if prompt is None else len(prompt.tokens) - prompt_tokens
-        self._storing = prompt is not None
         # A pass may run the drafts of the last one again before its own.
         self._require_margin(2 * depth + 1 if self._recurrent else depth)
 
@@ -66,12 +65,11 @@ class RewindingCache:
 
         Of a chunk of the prompt perhaps only those of its last tokens: mlx-lm doesn't look at them.
         """
-        self._store_prompt()
-        while (count := self._until_stop(tokens.shape[1])) is not None:
+        prompt, before = self._prompt, self._before
+        while prompt and (count := prompt.advance(before + self._position, tokens.shape[1])) is not None:
             self._pass(model, tokens[:, :count])
             mx.eval(self.state)
             tokens = tokens[:, count:]
-            self._store_prompt()
         return self._pass(model, tokens)
 
     def run_before(self, model: Any, chunk: int) -> None:
@@ -142,21 +140,6 @@ class RewindingCache:
         self._position += inputs.shape[1]
         self._rewound = False
         return logits
-
-    def _until_stop(self, count: int) -> int | None:
-        """How many of the next ``count`` tokens to run before the prompt is stored; None: there is no such place."""
-        if not self._storing or self._prompt is None:
-            return None
-        stop = self._prompt.until_stop(self._before + self._position)
-        return stop if stop is not None and stop < count else None
-
-    def _store_prompt(self) -> None:
-        """Store the prompt as far as it was run, before the first pass that isn't part of it the last time."""
-        if not self._storing or self._prompt is None:
-            return
-        if self._position:
-            self._prompt.store(self._before + self._position)
-        self._storing = self._position < self._prompt_tokens - 1
 
     # What mlx-lm asks of a cache ------------------------------------------------------------------------------------
 

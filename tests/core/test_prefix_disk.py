@@ -22,11 +22,11 @@ from test_prefix_cache import assert_as_cold, run
 
 import tinykv_plugin as tinykv
 from tinykv_plugin import page_index, prefix_store
-from tinykv_plugin.drafted_prompt import DraftedPrompt
 from tinykv_plugin.errors import ConfigError
 from tinykv_plugin.prefix_store import PrefixStore
 from tinykv_plugin.prefix_tree import page_hash, token_bytes
 from tinykv_plugin.serving.prompt_cache import PagedPromptCache
+from tinykv_plugin.stored_prompt import StoredPrompt
 
 FULL, WINDOW, HYBRID, RECURRENT = "llama", "gemma3_text", "qwen3_next", "mamba"
 
@@ -67,9 +67,9 @@ def test_what_gave_way_comes_back(tmp_path: Path) -> None:
     prompts = [models.prompt(24, seed) for seed in range(6)]
     for tokens in prompts:
         store(kv, tokens)
-    kv.prefix_cache._disk.store.flush()
     assert kv.stats().evictions > 20
     for tokens in prompts:
+        kv.prefix_cache._disk.store.flush()  # what gave way last
         cache, rest = kv.prefix_cache.fetch([*tokens, 1])
         assert rest == [1]
         cold = kv.make_cache()
@@ -279,7 +279,7 @@ def test_a_prompt_whose_files_are_gone_is_run(tmp_path: Path, gone: str, left: t
     stored = PagedPromptCache()
     stored.use([attached(tmp_path / kind, kind).prefix_cache for kind in (FULL, WINDOW)])
     found, rest = stored.fetch_nearest_cache("model", tokens)
-    assert isinstance(found, DraftedPrompt)
+    assert isinstance(found, StoredPrompt)
     assert left[0] - 4 < 24 - len(rest) <= left[0]
     assert [part.count for part in found.parts] == [24 - len(rest), left[1]]
 

@@ -25,13 +25,19 @@ def converse(server: Server, turns: int, seed: int = 0, **fields: Any) -> tuple[
     return answers, usages
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
-def test_growing_history(serve: Serve, stock: Stock, kind: str) -> None:
+# With a seed, mlx-lm answers one request at a time.
+ALONE: dict[str, Any] = {"seed": 1}
+PATHS = pytest.mark.parametrize("fields", [{}, ALONE], ids=["batched", "alone"])
+
+
+@PATHS
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next", "mamba"])
+def test_growing_history(serve: Serve, kind: str, fields: dict[str, Any]) -> None:
     server = serve(kind, prompt_cache_size=20)
-    answers, usages = converse(server, 4)
+    answers, usages = converse(server, 4, **fields)
     # Without a stored prompt, every turn is computed from nothing.
     cold = serve(kind, prompt_cache_size=0)
-    assert (answers, 0) == (converse(cold, 4)[0], cold.stats()["prompt_tokens"]["reused"])
+    assert (answers, 0) == (converse(cold, 4, **fields)[0], cold.stats()["prompt_tokens"]["reused"])
     reused = [usage.prompt_tokens_details.cached_tokens for usage in usages]
     assert reused[0] == 0
     for before, usage, count in zip(usages, usages[1:], reused[1:], strict=False):
@@ -44,23 +50,27 @@ def test_growing_history(serve: Serve, stock: Stock, kind: str) -> None:
     assert counted["recomputed"] == 0
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
-def test_r12_r23_the_same_prompt_again_runs_one_token(serve: Serve, kind: str) -> None:
+@PATHS
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next", "mamba"])
+def test_r12_r23_the_same_prompt_again_runs_one_token(serve: Serve, kind: str, fields: dict[str, Any]) -> None:
     server = serve(kind)
     prompt = words(21)
-    first = server.complete(prompt)
+    first = server.complete(prompt, **fields)
     assert server.stats()["prompt_tokens"] == {"computed": 21, "recomputed": 0, "reused": 0}
     for again in range(1, 4):
-        assert server.complete(prompt) == first
+        assert server.complete(prompt, **fields) == first
         assert server.stats()["prompt_tokens"] == {"computed": 21 + again, "recomputed": 0, "reused": 20 * again}
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next"])
-def test_r11_a_shared_beginning_is_reused_behind_windows_and_recurrent_layers(serve: Serve, kind: str) -> None:
+@PATHS
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next", "mamba"])
+def test_r11_a_shared_beginning_is_reused_behind_windows_and_recurrent_layers(
+    serve: Serve, kind: str, fields: dict[str, Any]
+) -> None:
     server = serve(kind)
     system = {"role": "system", "content": words(30)}
     for seed in range(3):
-        server.chat([system, {"role": "user", "content": words(3, seed + 1)}])
+        server.chat([system, {"role": "user", "content": words(3, seed + 1)}], **fields)
     # With the tokens around it.
     assert server.stats()["prompt_tokens"]["reused"] == 2 * 33
 

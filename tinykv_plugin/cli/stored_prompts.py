@@ -32,11 +32,14 @@ class _StoredSteps:
     def __init__(self, models: AttachedModels) -> None:
         self._models = models
         self._cache: list[Any] | None = None
-        self._used: list[Any] | None = None  # what was given to the loop in its place
+        self._used: Any = None  # what was given to the loop in its place
         self._tokens: list[int] = []
 
     def single(self, original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         """``generate_step``."""
+        from ..storing import HANDLES_PAGES, storing
+
+        original = storing(original)
 
         def generate_step(prompt: Any, model: Any, *args: Any, **options: Any) -> Iterator[Any]:
             def start(rest: Any, **changed: Any) -> Iterator[Any]:
@@ -44,12 +47,14 @@ class _StoredSteps:
 
             return self._run(prompt, [model], start, options)
 
+        setattr(generate_step, HANDLES_PAGES, True)  # attaching doesn't wrap it once more
         return generate_step
 
     def drafted(self, original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         """``speculative_generate_step``."""
         from ..attachment import is_paged
-        from ..drafts import HANDLES_PAGES, drafting
+        from ..drafts import drafting
+        from ..storing import HANDLES_PAGES
 
         original = drafting(original, is_paged)
 
@@ -73,27 +78,22 @@ class _StoredSteps:
             return
         from mlx_lm.models.cache import make_prompt_cache
 
-        from ..drafted_prompt import DraftedPrompt
-
         given = options.get("prompt_cache")
         cache: list[Any] = given if given is not None else []
         if given is None:
             limit = {"max_kv_size": options.get("max_kv_size")} if len(models) == 1 else {}
             cache = [layer for model in models for layer in make_prompt_cache(model, **limit)]
-        rest, changed, used = prompt, {}, cache
+        rest, changed = prompt, {}
         tokens = prompt.tolist()
+        used: Any
         if all(layer.empty() for layer in cache):
-            found, left = store.fetch_nearest_cache(None, tokens)
-            if found is not None:
-                cache[:] = found
-                used = found if isinstance(found, DraftedPrompt) else cache
-                known, rest = prompt[: len(tokens) - len(left)], prompt[len(tokens) - len(left) :]
-                if known.size:
-                    changed["logits_processors"] = _with_known(known, options.get("logits_processors"))
+            used, left = store.fetch_nearest_cache(None, tokens)
+            cache[:] = used
+            known, rest = prompt[: len(tokens) - len(left)], prompt[len(tokens) - len(left) :]
+            if known.size:
+                changed["logits_processors"] = _with_known(known, options.get("logits_processors"))
         elif cache is self._cache:
-            tokens = self._tokens + tokens
-            if isinstance(self._used, DraftedPrompt):
-                used = self._used.continued(list(tokens))
+            tokens, used = self._tokens + tokens, self._used
         else:
             yield from start(prompt, prompt_cache=cache)
             return
@@ -114,7 +114,8 @@ class _StoredSteps:
             if answered:
                 store.insert_cache(None, tokens, used)
                 # The caller's list, which its next turn comes with.
-                self._cache, self._used, self._tokens = given, used, tokens[: _count(used, len(tokens))]
+                self._cache = given if used.known else None
+                self._used, self._tokens = used, tokens[: used.parts[0].count]
 
     def _store(self, models: Sequence[Any], max_kv_size: int | None) -> Any:
         """The prefix caches of the models that generate together; None unless all have one."""
@@ -137,12 +138,3 @@ def _with_known(known: Any, processors: Sequence[Callable[[Any, Any], Any]] | No
         return lambda tokens, logits: processor(mx.concatenate([known, tokens]), logits)
 
     return [with_known(processor) for processor in processors or ()]
-
-
-def _count(cache: list[Any], tokens: int) -> int:
-    """How many of ``tokens`` are in ``cache``; recurrent layers alone don't tell, and have all without drafts."""
-    from ..drafted_prompt import DraftedPrompt
-
-    if isinstance(cache, DraftedPrompt):
-        return cache.parts[0].count
-    return min((layer.offset for layer in cache if isinstance(getattr(layer, "offset", None), int)), default=tokens)

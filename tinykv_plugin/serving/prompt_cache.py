@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from mlx_lm.models.cache import LRUPromptCache
 
-from ..drafted_prompt import DraftedPrompt
 from ..prefix_cache import PrefixCache
+from ..stored_prompt import StoredPrompt
 
 log = logging.getLogger("tinykv")
 
@@ -30,6 +30,7 @@ class PagedPromptCache(LRUPromptCache):  # type: ignore[misc]
         # Of the model and, if there is one, of its draft model.
         self._prefixes: Sequence[PrefixCache] = ()
         self._max_kv_size: int | None = None
+        self._stops: Collection[int] = ()
 
     def use(self, prefixes: Sequence[PrefixCache], max_kv_size: int | None = None) -> None:
         """From now on prompts are those of these models: what generates and, if there is one, what drafts.
@@ -55,21 +56,23 @@ class PagedPromptCache(LRUPromptCache):  # type: ignore[misc]
         """Pages of stored prompts that gave way."""
         return sum(prefix.index.evicted for prefix in self._prefixes)
 
-    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
-        """A cache with a prefix of ``tokens``, and the tokens still to run; (None, ``tokens``) if there is none.
+    def expect(self, stops: Collection[int]) -> None:
+        """After so many tokens others may part from the prompt that is asked for next: it is stored there too."""
+        self._stops = stops
 
-        At least one token is left to run. With a draft model it is a DraftedPrompt, even if nothing is found: the loop
-        for drafts stores the prompt.
+    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+        """A cache with a prefix of ``tokens``, and the tokens still to run.
+
+        At least one token is left to run. It is a StoredPrompt, even if nothing is found: mlx-lm's loops store the
+        prompt in it. For models without pages (None, ``tokens``) if there is none.
         """
         if not self._prefixes:
             found: tuple[list[Any] | None, list[int]] = super().fetch_nearest_cache(model, tokens)
             return found
         with self._lock:
-            if len(self._prefixes) > 1:
-                prompt, count = DraftedPrompt.fetch(self._prefixes, tokens, self._max_kv_size)
-                return prompt, tokens[count:]
-            cache, rest, count = self._prefixes[0].attach(tokens, self._max_kv_size)
-            return (cache, rest) if count else (None, tokens)
+            stops, self._stops = self._stops, ()
+            prompt, count = StoredPrompt.fetch(self._prefixes, tokens, self._max_kv_size, stops)
+            return prompt, tokens[count:]
 
     def insert_cache(
         self, model: Any, tokens: Sequence[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
@@ -82,7 +85,7 @@ class PagedPromptCache(LRUPromptCache):  # type: ignore[misc]
             super().insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
             return
         with self._lock:
-            if isinstance(prompt_cache, DraftedPrompt):
+            if isinstance(prompt_cache, StoredPrompt):
                 prompt_cache.keep(tokens)
             else:
                 for prefix, part in zip(self._prefixes, self._parts(prompt_cache), strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -230,6 +231,7 @@ class PagedResponseGenerator(mlx_server.ResponseGenerator):  # type: ignore[misc
             tokens = len(tokenized[0]) + args.max_tokens
             chunk = self.cli_args.prefill_step_size
             self._model.make_room(tokens, args.num_draft_tokens, chunk)
+            self._stored.expect(list(itertools.accumulate(map(len, tokenized[1]))))
         return tokenized
 
     # Letting go -----------------------------------------------------------------------------------------------------
