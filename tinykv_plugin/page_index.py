@@ -15,13 +15,16 @@ log = logging.getLogger("tinykv")
 # Seconds to wait for another process that is writing; and after one such wait was in vain, until a write succeeds.
 PATIENCE = 10.0
 IMPATIENCE = 0.1
+# Hashes in one query: SQLite takes 999 of them in its older versions.
+QUERY_HASHES = 900
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS pages (
-    hash BLOB PRIMARY KEY, tokens BLOB NOT NULL, depth INTEGER NOT NULL, groups BLOB NOT NULL, state INTEGER NOT NULL,
-    bytes INTEGER NOT NULL, checksum BLOB NOT NULL, used REAL NOT NULL
+    hash BLOB PRIMARY KEY, parent BLOB, tokens BLOB NOT NULL, depth INTEGER NOT NULL, groups BLOB NOT NULL,
+    state INTEGER NOT NULL, bytes INTEGER NOT NULL, checksum BLOB NOT NULL, used REAL NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS pages_by_use ON pages (used, depth DESC);
+CREATE INDEX IF NOT EXISTS partial_pages ON pages (parent) WHERE parent IS NOT NULL;
 """
 
 
@@ -82,17 +85,39 @@ class PageIndex:
         row = self._db.execute("SELECT tokens, groups, state, checksum FROM pages WHERE hash = ?", (key,)).fetchone()
         return StoredPage(key, tokens, row[1], bool(row[2]), row[3]) if row is not None and row[0] == tokens else None
 
+    def partial_pages(self, parents: Sequence[bytes]) -> list[tuple[bytes, StoredPage]]:
+        """The partial pages behind the pages with these hashes, with the hash that each is behind."""
+        found: list[tuple[bytes, StoredPage]] = []
+        for start in range(0, len(parents), QUERY_HASHES):
+            some = parents[start : start + QUERY_HASHES]
+            query = "SELECT parent, hash, tokens, groups, state, checksum FROM pages WHERE parent IN "
+            rows = self._db.execute(f"{query} ({', '.join('?' * len(some))})", some)
+            found += [(row[0], StoredPage(row[1], row[2], row[3], bool(row[4]), row[5])) for row in rows]
+        return found
+
     def has(self, key: bytes) -> bool:
         """Whether there is a page with this hash."""
         return self._db.execute("SELECT 1 FROM pages WHERE hash = ?", (key,)).fetchone() is not None
 
     def put(
-        self, key: bytes, tokens: bytes, depth: int, groups: bytes, state: bool, size: int, checksum: bytes, used: float
+        self,
+        key: bytes,
+        tokens: bytes,
+        depth: int,
+        groups: bytes,
+        state: bool,
+        size: int,
+        checksum: bytes,
+        used: float,
+        parent: bytes | None = None,
     ) -> None:
-        """Enter a page that was used last at ``used``, in place of what was known of it."""
-        row = (key, tokens, depth, groups, state, size, checksum, used)
+        """Enter a page that was used last at ``used``, in place of what was known of it.
+
+        A partial page has the hash of its ``parent``: who looks for it can't know how many tokens it has.
+        """
+        row = (key, parent, tokens, depth, groups, state, size, checksum, used)
         with self._db as db:
-            db.execute("INSERT OR REPLACE INTO pages VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+            db.execute("INSERT OR REPLACE INTO pages VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
     def touch(self, used: Mapping[bytes, float]) -> None:
         """Note when these pages were used."""

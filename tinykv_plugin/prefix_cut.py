@@ -66,7 +66,8 @@ def _ends_with_state(match: Match, tokens: bytes, page_size: int) -> Iterator[tu
     for depth in reversed(range(len(match.path) + 1)):
         parent = match.path[depth - 1] if depth else match.root
         rest = tokens[depth * step : (depth + 1) * step]
-        ends = {id(child): child for child in [*parent.children.values(), *match.path[depth : depth + 1]]}
+        below = [*parent.children.values(), *match.path[depth : depth + 1], *match.ends.get(depth, ())]
+        ends = {id(child): child for child in below}
         usable = [child for child in ends.values() if child.state is not None and rest.startswith(child.tokens)]
         for child in sorted(usable, key=lambda node: node.count, reverse=True):
             yield depth * page_size + child.count, [*match.path[:depth], child]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -46,7 +47,17 @@ class PrefixDisk:
             if found is None:
                 break
             path.append(found)
-        return Match(match.root, path, len(path) * size, size) if len(path) * size > match.tokens else match
+        if len(path) * size > match.tokens:
+            match = Match(match.root, path, len(path) * size, size)
+        return replace(match, ends=self._partial_pages([match.root.hash, *(page.hash for page in path)]))
+
+    def _partial_pages(self, parents: Sequence[bytes]) -> dict[int, list[StoredPage]]:
+        """The partial pages there are behind each of ``parents``: only recurrent layers need such an end."""
+        found: dict[int, list[StoredPage]] = {}
+        depths = {key: depth for depth, key in enumerate(parents)}
+        for parent, page in self.store.partial_pages(parents) if self._session.stateful else ():
+            found.setdefault(depths[parent], []).append(page)
+        return found
 
     def stored(self, cut: Cut) -> bool:
         """Whether any page of ``cut`` is only on disk."""
@@ -98,21 +109,33 @@ class PrefixDisk:
         return Cut(cut.tokens, cut.nodes, cut.floors, states, cut.reason)
 
     def save(self, node: PrefixNode, wait: bool = False) -> None:
-        """Write a full page in the background; partial ones are not worth a file.
+        """Write a page in the background; a partial one is worth a file only with what layers without pages held.
 
         With ``wait`` only if the page before it is there too. What gives way in memory goes end first, and the rest is
         still to come.
         """
-        if node.count < self._session.page_size:
+        partial = node.count < self._session.page_size
+        if partial and node.state is None:
             return
         depth, parent = 0, node.parent
         while parent is not None:
             depth, parent = depth + 1, parent.parent
         states = None if node.state is None else [node.state[index] for index in self._session.stateful]
         groups = [page >= 0 for page in node.pages]
-        before = node.parent.hash if wait and node.parent is not None and node.parent.parent is not None else None
-        read = lambda: self._read(node)  # noqa: E731
-        self.store.save(node.hash, node.tokens, depth, groups, read, states, node.used, wait, before)
+        assert node.parent is not None, "a root is no page"
+        after = node.parent.hash if wait and node.parent.parent is not None else None
+        self.store.save(
+            node.hash,
+            node.tokens,
+            depth,
+            groups,
+            lambda: self._read(node),
+            states,
+            node.used,
+            wait,
+            after,
+            node.parent.hash if partial else None,
+        )
 
     def flush(self, nodes: Sequence[PrefixNode]) -> None:
         """Write all of these, the first ones first should there be no room for all."""

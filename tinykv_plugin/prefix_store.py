@@ -44,7 +44,7 @@ class PrefixStore:
     """
 
     def __init__(self, folder: str | os.PathLike[str], limit: int) -> None:
-        self._folder = Path(folder).expanduser() / "tinykv-pages-1"
+        self._folder = Path(folder).expanduser() / "tinykv-pages-2"
         self._limit = limit
         self.skipped = 0
         self._failed = False  # one warning is enough
@@ -65,6 +65,14 @@ class PrefixStore:
         except sqlite3.Error as error:
             log.warning("the prefix store can't be read: %s", error)
             return None
+
+    def partial_pages(self, parents: Sequence[bytes]) -> list[tuple[bytes, StoredPage]]:
+        """The partial pages behind the pages with these hashes, with the hash that each is behind."""
+        try:
+            return self._index.partial_pages(parents)
+        except sqlite3.Error as error:
+            log.warning("the prefix store can't be read: %s", error)
+            return []
 
     def load(self, page: StoredPage) -> dict[str, mx.array] | None:
         """The arrays of a page, evaluated; None, and it is forgotten, if the file is gone or damaged."""
@@ -103,12 +111,14 @@ class PrefixStore:
         states: Sequence[Any] | None,
         used: float,
         wait: bool = False,
+        after: bytes | None = None,
         parent: bytes | None = None,
     ) -> None:
         """Write a page in the background, unless it is there or, without ``wait``, too many wait.
 
         ``arrays()`` makes what it consists of; ``depth`` is how many pages come before, ``used`` when it was used last.
-        With ``parent``, the hash of the page before it, only if that one is stored: it would not be found without.
+        With ``after``, the hash of the page before it, only if that one is stored: it would not be found without. A
+        partial page is found by the hash of its ``parent``.
         """
         known = self.find(key, tokens)
         if known is not None and known.has_all(groups, states is not None):
@@ -122,8 +132,8 @@ class PrefixStore:
             mx.eval([leaf.state for leaf in states])
 
         def job(index: PageIndex) -> None:
-            if parent is None or index.has(parent):
-                self._save(index, key, tokens, depth, bytes(groups), made, states, used)
+            if after is None or index.has(after):
+                self._save(index, key, tokens, depth, bytes(groups), made, states, used, parent)
 
         self._submit(job, wait)
 
@@ -182,6 +192,7 @@ class PrefixStore:
         arrays: dict[str, mx.array],
         states: Sequence[Any] | None,
         used: float,
+        parent: bytes | None,
     ) -> None:
         known = index.find(key, tokens)  # by now: another process, or a job before this one, may have had it
         if known is not None and known.has_all(groups, states is not None):
@@ -210,7 +221,7 @@ class PrefixStore:
         elif known is not None and known.state is not None:
             size += state_path.stat().st_size
             checksum += known.checksum[CHECKSUM_BYTES:]
-        index.put(key, tokens, depth, groups, len(checksum) > CHECKSUM_BYTES, size, checksum, used)
+        index.put(key, tokens, depth, groups, len(checksum) > CHECKSUM_BYTES, size, checksum, used, parent)
         over = index.total() - self._limit
         if over > 0:
             self._forget(index, index.least_used(over)[0])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -57,13 +57,15 @@ class PrefixNode:
 class Match:
     """The stored pages that begin a prompt: all but the last match whole, of the last ``tail`` tokens do.
 
-    ``tokens`` is how many tokens they have in common.
+    ``tokens`` is how many tokens they have in common. ``ends`` are partial pages that aren't in the tree, by the number
+    of pages of the path before them.
     """
 
     root: PrefixNode
     path: list[PrefixNode]
     tokens: int
     tail: int
+    ends: Mapping[int, Sequence[Any]] = field(default_factory=dict)
 
 
 class PrefixTree:

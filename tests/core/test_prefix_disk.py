@@ -62,6 +62,54 @@ def test_a_restart_finds_what_was_stored(tmp_path: Path, kind: str, attention: s
         kv.check()
 
 
+@pytest.mark.parametrize("kind", [HYBRID, RECURRENT])
+def test_states_inside_a_page_are_found_after_a_restart(tmp_path: Path, kind: str) -> None:
+    """The longest place counts at which a state was stored, whatever pages lie behind it."""
+    trunk, branch = models.prompt(40), models.prompt(40, 1)
+    with attached(tmp_path, kind) as kv:
+        for tokens in (trunk[:3], trunk[:18], trunk[:31], trunk[:30] + branch[:9], trunk[:20]):
+            store(kv, tokens)
+    asked = [(trunk, 31), (trunk[:30] + branch, 39), (trunk[:30] + branch[:8], 20), (trunk[:19], 18), (trunk[:7], 3)]
+    for tokens, found in asked[1:3]:
+        with attached(tmp_path, kind) as kv:
+            assert assert_as_cold(kv, tokens) == found
+            assert kv.prefix_cache.counts.disk_tokens == found
+    with attached(tmp_path, kind) as kv:  # some of it in memory by then
+        for tokens, found in [*reversed(asked), *asked]:
+            assert assert_as_cold(kv, tokens) == found
+            kv.check()
+
+
+def test_a_state_inside_a_page_that_gave_way_is_found_on_disk(tmp_path: Path) -> None:
+    """Its pages are still in memory."""
+    kv = attached(tmp_path, HYBRID)
+    tokens = models.prompt(40)
+    store(kv, tokens[:18])
+    kv.prefix_cache.index._state_limit = kv.prefix_cache.index._state_bytes
+    store(kv, tokens)
+    kv.prefix_cache._disk.store.flush()
+    assert kv.prefix_cache.fetch(tokens[:20])[1] == tokens[18:20]
+    assert kv.prefix_cache.counts.disk_tokens == 2
+    assert assert_as_cold(kv, tokens[:20]) == 18
+
+
+@pytest.mark.parametrize("kind", [WINDOW, HYBRID, RECURRENT])
+def test_any_prompts_after_a_restart_are_as_if_run_cold(tmp_path: Path, kind: str) -> None:
+    rng = random.Random(7)
+    trunk, branch = models.prompt(50), models.prompt(10, 1)
+
+    def some_prompt() -> list[int]:
+        return trunk[: rng.randrange(10, 50)] + branch[: rng.randrange(10)]
+
+    reused = 0
+    for _ in range(3):
+        with attached(tmp_path, kind, rewind=4, prefix_disk=300_000) as kv:
+            for tokens in (some_prompt(), trunk[: rng.randrange(1, 40)]):
+                reused += assert_as_cold(kv, some_prompt())
+                store(kv, tokens)
+    assert reused > 40
+
+
 def test_what_gave_way_comes_back(tmp_path: Path) -> None:
     kv = attached(tmp_path, max_pages=12)
     prompts = [models.prompt(24, seed) for seed in range(6)]
