@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache
 
+from .errors import CacheStateError
 from .hookspecs import PageEvicted
 from .prefix_tree import TOKEN_BYTES, PrefixNode, PrefixTree, token_bytes
 
@@ -56,7 +57,8 @@ class PrefixIndex:
         """Hold the pages of ``row``, which have ``tokens``; ``states`` has the caches of layers without pages.
 
         Without ``tail`` only full pages: a page that is shared is copied when it is written next. No pass is under
-        way. Returns how many tokens are stored.
+        way. Returns how many tokens are stored. Raises CacheStateError, with nothing changed, if the pages are stored
+        for other tokens.
         """
         count = min(len(tokens), row.tokens)
         size, step = self.tree.page_size, self.tree.page_size * TOKEN_BYTES
@@ -69,6 +71,7 @@ class PrefixIndex:
         exact = stateful and count == row.tokens and not row.broken
         node = self.tree.root(salt)
         data = token_bytes(tokens[:count])
+        added: list[PrefixNode] = []
         for logical in range(-(-count // size)):
             key = data[logical * step : (logical + 1) * step]
             child = node.children.get(key)
@@ -79,7 +82,14 @@ class PrefixIndex:
                 shorter = self.tree.partial_prefix(node, key)
                 if shorter is not None and shorter.state is None:
                     self._drop(shorter)
+                if self._is_kept(row, logical):
+                    for each in reversed(added):
+                        self._drop(each)
+                    raise CacheStateError(
+                        "the cache is stored already, for other tokens; store a prompt with the tokens that were run"
+                    )
                 child = self.tree.add(node, key, [-1] * len(row.tables))
+                added.append(child)
             for group, table in enumerate(row.tables):
                 if table.retention.page and len(key) == step and (logical + 1) * size > table.retention.start:
                     continue  # nobody continues inside a full page
@@ -94,6 +104,11 @@ class PrefixIndex:
             if exact:
                 self._store_states(node, states)
         return count
+
+    def _is_kept(self, row: PagedSequence, logical: int) -> bool:
+        """Whether a page of ``row`` is stored in some group."""
+        pages = [(group, table.pages[logical]) for group, table in enumerate(row.tables)]
+        return any(page >= 0 and self._session.pools[group].allocator.is_kept(page) for group, page in pages)
 
     def keep_states(self, salt: bytes, tokens: Sequence[int], states: States) -> None:
         """Hold what layers without pages had after ``tokens``, if the pages of these are held."""

@@ -86,6 +86,9 @@ class StoredPrompt(list[Any]):
         super().__init__(leaf for part in parts for leaf in part.caches)
         self.parts = list(parts)
         self.tokens = list(tokens)
+        # Tokens of the prompt that its loop isn't given: they were found.
+        self.found: list[int] = []
+        self._begun = False
         self._noted: tuple[list[int], list[Any]] | None = self._marks()
 
     @classmethod
@@ -127,6 +130,8 @@ class StoredPrompt(list[Any]):
         if not known or (embedded and len(prompt) != len(self.tokens) - count):
             self._noted = None
             return False
+        self.found = [] if self._begun else self.tokens[:count]
+        self._begun = True
         if not embedded:
             self.tokens = self.tokens[:count] + prompt.tolist()
         for part in self.parts:

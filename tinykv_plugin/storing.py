@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 HANDLES_PAGES = "handles_pages"
 """Attribute of loops that need no wrapping, by :func:`storing` or for drafts."""
 
+# What isn't below stands for a part of an image.
+TOKEN_LIMIT = 1 << 31
+
+Processor = Callable[[mx.array, mx.array], mx.array]
 Loop = Callable[..., Iterator[tuple[Any, mx.array]]]
 
 
@@ -49,6 +53,8 @@ def _stored(
     if not stored.begin(prompt, embedded):
         yield from own_loop(prompt, model, *args, **options)
         return
+    if options.get("logits_processors"):
+        options["logits_processors"] = _with_found(stored.found, prompt.dtype, options["logits_processors"])
     steps: Any = own_loop(prompt, _StoringModel(model, stored.parts[0]), *args, **options)
     try:
         for step in steps:
@@ -57,6 +63,16 @@ def _stored(
     finally:
         steps.close()
         stored.ended()
+
+
+def _with_found(found: Sequence[int], dtype: mx.Dtype, processors: Sequence[Processor]) -> Sequence[Processor]:
+    """``processors`` that see the whole prompt, as if it were run: without, what a penalty counts depends on it."""
+    known = mx.array([token for token in found if 0 <= token < TOKEN_LIMIT], dtype=dtype)
+
+    def with_known(processor: Processor) -> Processor:
+        return lambda tokens, logits: processor(mx.concatenate([known, tokens]), logits)
+
+    return [with_known(processor) for processor in processors] if known.size else processors
 
 
 class _StoringModel:

@@ -92,6 +92,14 @@ def tiny_model_dir(save_model: Callable[..., Path], tiny_llama: Callable[..., An
 
 
 @pytest.fixture(scope="session")
+def hybrid_model_dir(save_model: Callable[..., Path]) -> Path:
+    """A model with recurrent layers."""
+    import models
+
+    return save_model(models.make("qwen3_next"), {"model_type": "qwen3_next"} | models.CONFIGS["qwen3_next"])
+
+
+@pytest.fixture(scope="session")
 def known_settings() -> Callable[[Any], dict[str, Any]]:
     """``known_settings(model.args)``: for ``save_model``."""
     return settings_of

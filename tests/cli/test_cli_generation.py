@@ -270,10 +270,11 @@ def test_chat(tinykv: Call, stock: Call, tiny_model_dir: Path, monkeypatch: pyte
     assert "KV pages of tiny" in paged.err
 
 
+@pytest.mark.parametrize("kind", ["tiny_model_dir", "hybrid_model_dir"])
 def test_a_chat_that_starts_again_finds_its_prompts(
-    tinykv: Call, stock: Call, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tinykv: Call, stock: Call, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    argv = ["--model", str(tiny_model_dir), "--max-tokens", "12"]
+    argv = ["--model", str(request.getfixturevalue(kind)), "--max-tokens", "12"]
 
     def typed() -> None:
         monkeypatch.setattr(sys, "stdin", io.StringIO(f"{TEXT}\nkeys and values\nr\n{TEXT}\nkeys of pages\nq\n"))
@@ -287,12 +288,20 @@ def test_a_chat_that_starts_again_finds_its_prompts(
     assert "prefix cache: 21 of 44 prompt tokens" in " ".join(paged.err.replace("│", ":").split()).replace(" :", ":")
 
 
-@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "draft"), [("tiny_model_dir", False), ("tiny_model_dir", True), ("hybrid_model_dir", False)]
+)
 def test_generate_finds_its_prompt_on_disk(
-    tinykv: Call, stock: Call, tiny_model_dir: Path, draft_model_dir: Path, tmp_path: Path, draft: bool
+    tinykv: Call,
+    stock: Call,
+    request: pytest.FixtureRequest,
+    draft_model_dir: Path,
+    tmp_path: Path,
+    kind: str,
+    draft: bool,
 ) -> None:
-    """The second run computes what is new, and a penalty sees the whole prompt."""
-    argv = generate_arguments(tiny_model_dir)
+    """The second run computes what is new."""
+    argv = generate_arguments(request.getfixturevalue(kind))
     argv += ["--draft-model", str(draft_model_dir)] if draft else []
     plain = stock("generate", *argv)
     found = []

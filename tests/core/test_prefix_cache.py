@@ -288,6 +288,21 @@ def test_a_foreign_cache_is_refused() -> None:
         _ = dense.prefix_cache
 
 
+@pytest.mark.parametrize("kind", [FULL, WINDOW, HYBRID])
+def test_a_cache_is_stored_for_one_text_only(kind: str) -> None:
+    kv = attached(kind)
+    tokens, others = models.prompt(22), models.prompt(22, 1)
+    cache = run(kv, tokens)
+    kv.prefix_cache.insert(tokens, cache)
+    for wrong in (others, tokens[:8] + others[8:]):
+        with pytest.raises(CacheStateError, match="the cache is stored already, for other tokens; store a prompt with"):
+            kv.prefix_cache.insert(wrong, cache)
+        kv.check()
+    assert len(kv.prefix_cache) == 1
+    assert assert_as_cold(kv, tokens[:8] + others[8:]) == (0 if kind == HYBRID else 8)
+    assert assert_as_cold(kv, [*tokens, 1]) == 22
+
+
 @pytest.mark.parametrize("kind", [FULL, HYBRID])
 def test_what_a_broken_off_pass_left_is_not_stored_as_a_state(kind: str) -> None:
     """Recurrent layers before the first attention layer have gone on when that one finds no pages."""

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models import cache as mlx_cache
+from mlx_lm.sample_utils import make_repetition_penalty
 from models import greedy, largest_difference, logits, make, prompt, shared
 
 import tinykv_plugin as tinykv
@@ -204,6 +205,34 @@ def test_a_prompt_that_is_run_alone_is_stored_at_its_end_and_in_between(kind: st
         again, ran = asked(kv, other, prefill_step_size=chunk)
         assert again == expected[1]
         assert ran <= (PAGE if kind == WINDOW else 1)  # the window has dropped the page that the prompt ends in
+
+
+@pytest.mark.parametrize("kind", [FULL, HYBRID])
+def test_a_penalty_counts_the_whole_prompt_whatever_of_it_is_stored(kind: str) -> None:
+    model = shared(kind, **fields(kind))
+    processors = [make_repetition_penalty(1.5, context_size=30)]
+    expected = greedy(model, prompt(21), 20, logits_processors=processors)
+    assert expected != greedy(model, prompt(21), 20)
+    with tinykv.attach(model, page_size=PAGE, prefix_interval=8) as kv:
+        for run in (21, 1):
+            assert asked(kv, prompt(21), logits_processors=processors) == (expected, run)
+
+
+@pytest.mark.parametrize("kind", [FULL, HYBRID])
+def test_what_stands_for_an_image_is_no_token_for_a_penalty(kind: str) -> None:
+    """As in mlx-lm's server, which has negative numbers there; no logits have such places."""
+    model = shared(kind, **fields(kind))
+    image, tokens = [-(1 << 50), *prompt(20)], [0, *prompt(20)]
+    processors = [make_repetition_penalty(1.5, context_size=30)]
+    with tinykv.attach(model, page_size=PAGE) as kv:
+        cache = kv.make_cache()
+        expected = single(model, tokens, 20, cache, logits_processors=[lambda seen, out: processors[0](seen[1:], out)])
+        cache = kv.make_cache()
+        logits(model, tokens[:-1], cache)
+        kv.prefix_cache.insert(image[:-1], cache)
+        cache, rest = kv.prefix_cache.fetch(image)
+        assert rest == image[-1:]
+        assert single(model, rest, 20, cache, logits_processors=processors) == expected
 
 
 @pytest.mark.parametrize("kind", SINGLE)

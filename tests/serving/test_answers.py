@@ -60,7 +60,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 def test_options_do_what_they_do_in_stock(serve: Serve, stock: Stock) -> None:
     def ask(server: Server, prompt: str, fields: dict[str, Any]) -> Any:
-        # What a penalty counts depends on what of a prompt was stored.
+        # What a penalty counts in stock depends on what of a prompt was stored.
         server.generator.prompt_cache.trim_to(n_sequences=0)
         answer = server.client.completions.create(model="default_model", prompt=prompt, max_tokens=24, **fields)
         return answer.choices[0].to_dict()

@@ -62,6 +62,17 @@ def test_r12_r23_the_same_prompt_again_runs_one_token(serve: Serve, kind: str, f
         assert server.stats()["prompt_tokens"] == {"computed": 21 + again, "recomputed": 0, "reused": 20 * again}
 
 
+@pytest.mark.parametrize("fields", [{}, {"seed": 3, "temperature": 1.2}], ids=["batched", "alone"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_a_penalty_counts_stored_tokens_too(serve: Serve, kind: str, fields: dict[str, Any]) -> None:
+    server = serve(kind)
+    asked = {"extra_body": {"repetition_penalty": 1.5, "repetition_context_size": 30}, **fields}
+    first = server.complete(words(21), **asked)
+    assert first != server.complete(words(21), **fields)
+    assert server.complete(words(21), **asked) == first
+    assert server.stats()["prompt_tokens"]["reused"] == 40
+
+
 @PATHS
 @pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next", "mamba"])
 def test_r11_a_shared_beginning_is_reused_behind_windows_and_recurrent_layers(

@@ -42,8 +42,8 @@ class _StoredSteps:
         original = storing(original)
 
         def generate_step(prompt: Any, model: Any, *args: Any, **options: Any) -> Iterator[Any]:
-            def start(rest: Any, **changed: Any) -> Iterator[Any]:
-                return original(rest, model, *args, **{**options, **changed})
+            def start(rest: Any, cache: Any) -> Iterator[Any]:
+                return original(rest, model, *args, **{**options, "prompt_cache": cache})
 
             return self._run(prompt, [model], start, options)
 
@@ -61,8 +61,8 @@ class _StoredSteps:
         def speculative_generate_step(
             prompt: Any, model: Any, draft_model: Any, *args: Any, **options: Any
         ) -> Iterator[Any]:
-            def start(rest: Any, **changed: Any) -> Iterator[Any]:
-                return original(rest, model, draft_model, *args, **{**options, **changed})
+            def start(rest: Any, cache: Any) -> Iterator[Any]:
+                return original(rest, model, draft_model, *args, **{**options, "prompt_cache": cache})
 
             return self._run(prompt, [model, draft_model], start, options)
 
@@ -72,32 +72,28 @@ class _StoredSteps:
     def _run(
         self, prompt: Any, models: Sequence[Any], start: Callable[..., Iterator[Any]], options: dict[str, Any]
     ) -> Iterator[Any]:
-        store = self._store(models, options.get("max_kv_size"))
+        store, given = self._store(models, options.get("max_kv_size")), options.get("prompt_cache")
         if store is None or options.get("input_embeddings") is not None:
-            yield from start(prompt)
+            yield from start(prompt, given)
             return
         from mlx_lm.models.cache import make_prompt_cache
 
-        given = options.get("prompt_cache")
         cache: list[Any] = given if given is not None else []
         if given is None:
             limit = {"max_kv_size": options.get("max_kv_size")} if len(models) == 1 else {}
             cache = [layer for model in models for layer in make_prompt_cache(model, **limit)]
-        rest, changed = prompt, {}
-        tokens = prompt.tolist()
+        rest, tokens = prompt, prompt.tolist()
         used: Any
         if all(layer.empty() for layer in cache):
             used, left = store.fetch_nearest_cache(None, tokens)
             cache[:] = used
-            known, rest = prompt[: len(tokens) - len(left)], prompt[len(tokens) - len(left) :]
-            if known.size:
-                changed["logits_processors"] = _with_known(known, options.get("logits_processors"))
+            rest = prompt[len(tokens) - len(left) :]
         elif cache is self._cache:
             tokens, used = self._tokens + tokens, self._used
         else:
-            yield from start(prompt, prompt_cache=cache)
+            yield from start(prompt, cache)
             return
-        steps: Any = start(rest, prompt_cache=used, **changed)
+        steps: Any = start(rest, used)
         answered = False
         try:
             for step in steps:
@@ -128,13 +124,3 @@ class _StoredSteps:
         store = PagedPromptCache()
         store.use([kv.prefix_cache for kv in found if kv is not None], max_kv_size or self._models.config.max_kv_size)
         return store
-
-
-def _with_known(known: Any, processors: Sequence[Callable[[Any, Any], Any]] | None) -> list[Callable[[Any, Any], Any]]:
-    """``processors`` that are shown the whole prompt, of which ``known`` need not be run."""
-    import mlx.core as mx
-
-    def with_known(processor: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        return lambda tokens, logits: processor(mx.concatenate([known, tokens]), logits)
-
-    return [with_known(processor) for processor in processors or ()]
