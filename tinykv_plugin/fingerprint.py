@@ -10,17 +10,18 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-# Arrays of up to this many bytes are read whole, so that two LoRA adapters never look alike; of larger ones a sample.
+# Arrays of up to this many bytes are hashed whole; of larger ones a sample and the sum of each row's bits.
 WHOLE_BYTES = 1 << 18
 SAMPLES = 1024
+_BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
 class ModelFingerprint:
     """A digest of what a model computes K/V with.
 
-    Its parameters' names, shapes, dtypes and values (large arrays are sampled), and the numbers and texts its modules
-    are made with, such as a LoRA scale or a RoPE base. Computed again only when a parameter was replaced, as loading
-    or removing an adapter does; an array that is changed in place is not noticed.
+    Its parameters' names, shapes, dtypes and values (of large arrays a sample and the sums of rows), and the numbers
+    and texts its modules are made with, such as a LoRA scale or a RoPE base. Computed again only when a parameter was
+    replaced, as loading or removing an adapter does; an array that is changed in place is not noticed.
     """
 
     def __init__(self, model: Any) -> None:
@@ -57,18 +58,21 @@ def _settings(model: Any) -> list[str]:
 
 
 def _digest(named: Sequence[tuple[str, mx.array]], settings: Sequence[str]) -> bytes:
-    samples = [_sample(array) for _, array in named]
-    mx.eval(samples)
+    contents = [_content(array) for _, array in named]
+    mx.eval(contents)
     found = hashlib.blake2b("\n".join(settings).encode(), digest_size=16)
-    for (name, array), sample in sorted(zip(named, samples, strict=True), key=lambda item: item[0][0]):
+    for (name, array), content in sorted(zip(named, contents, strict=True), key=lambda item: item[0][0]):
         found.update(f"{name} {array.shape} {array.dtype};".encode())
-        found.update(np.asarray(sample).tobytes())
+        for part in content:
+            found.update(np.asarray(part).tobytes())
     return found.digest()
 
 
-def _sample(array: mx.array) -> mx.array:
-    flat = array.reshape(-1)
-    if array.nbytes > WHOLE_BYTES:
-        flat = flat[:: max(1, array.size // SAMPLES)]
-    # numpy has no bfloat16.
-    return flat.astype(mx.float32) if flat.dtype == mx.bfloat16 else flat
+def _content(array: mx.array) -> list[mx.array]:
+    """What is hashed of an array: its bits (numpy has no bfloat16), or less of a large one."""
+    bits = mx.atleast_1d(array).view(_BITS[array.itemsize])
+    flat = bits.reshape(-1)
+    if array.nbytes <= WHOLE_BYTES:
+        return [flat]
+    # Overflow is no matter: sums of integers are the same in any order.
+    return [flat[:: max(1, array.size // SAMPLES)], bits.sum(axis=-1)]

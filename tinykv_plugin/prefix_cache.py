@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from . import layout
@@ -22,6 +23,23 @@ from .stored_prompt import StoredPrompt
 if TYPE_CHECKING:
     from .sequence import PagedSequence
     from .session import PagedSession
+
+
+NOT_LOADED = "it is on disk, and could not be loaded or had no room"
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A new request's caches, which hold the first ``count`` tokens of its prompt; ``rest`` are to be run.
+
+    ``refused`` more tokens were stored but could not be used, for this ``reason``.
+    """
+
+    caches: list[Any]
+    rest: list[int]
+    count: int
+    refused: int
+    reason: str
 
 
 class PrefixCache:
@@ -196,8 +214,8 @@ class PrefixCache:
         limit: int | None = None,
         counted: bool = True,
         may_load: Callable[[], bool] = lambda: True,
-    ) -> tuple[list[Any], list[int], int]:
-        """As :meth:`fetch`, with at most ``limit`` tokens taken from the store; also returns how many were.
+    ) -> Attached:
+        """As :meth:`fetch`, for this model alone, with at most ``limit`` tokens taken from the store.
 
         Unless it is ``counted``, the caller calls :meth:`count` when the request is run. Pages on disk are read only if
         it ``may_load``.
@@ -213,7 +231,8 @@ class PrefixCache:
             if self._disk is not None and self._disk.stored(cut):
                 loaded = self._disk.load(cut, row, self.eviction.with_room) if may_load() else None
                 if loaded is None:  # the files are gone, or there is no room: what is in memory has to do
-                    cut, found = self._find(asked, max_kv_size, in_memory=True)
+                    cut, _ = self._find(asked, max_kv_size, in_memory=True)
+                    cut = replace(cut, reason=NOT_LOADED)
                 else:
                     cut = loaded
                     self.counts.disk_tokens += self._disk.stored_tokens
@@ -222,16 +241,18 @@ class PrefixCache:
                         self.index.keep_states(self._salt(max_kv_size), asked[:count], states)
             if cut.tokens and not row.tokens:
                 self._give(row, cut)
-            if counted:
-                self.count(cut.tokens, len(tokens) - cut.tokens)
-                if found > cut.tokens and cut.reason:
-                    self.counts.refuse(cut.reason, found - cut.tokens)
             others = {index: copy.deepcopy(state) for index, state in (cut.states or {}).items()}
-            return session.caches(row, others), list(tokens[cut.tokens :]), cut.tokens
+            rest, refused = list(tokens[cut.tokens :]), found - cut.tokens if cut.reason else 0
+            attached = Attached(session.caches(row, others), rest, cut.tokens, refused, cut.reason)
+            if counted:
+                self.count(cut.tokens, len(rest), refused, cut.reason)
+            return attached
 
-    def count(self, found: int, missed: int) -> None:
-        """Of a prompt ``found`` tokens were stored, ``missed`` are run."""
+    def count(self, found: int, missed: int, refused: int = 0, reason: str = "") -> None:
+        """Of a prompt ``found`` tokens are attached, ``missed`` are run; of these ``refused`` were stored as well."""
         self.counts.add(found, missed)
+        if refused:
+            self.counts.refuse(reason, refused)
 
     def keep(self, tokens: Sequence[int], row: PagedSequence, states: States, tail: bool = True) -> int:
         """Store the pages of ``row``, which hold ``tokens``; ``states`` has the caches of layers without pages.

@@ -107,8 +107,8 @@ class StoredPrompt(list[Any]):
         parts: list[PromptPart] = []
         for prefix in prefixes:
             limit = parts[0].count if parts else None
-            caches, _, count = prefix.attach(tokens, max_kv_size, limit=limit)
-            parts.append(PromptPart(prefix, caches, list(tokens), count, stops))
+            found = prefix.attach(tokens, max_kv_size, limit=limit)
+            parts.append(PromptPart(prefix, found.caches, list(tokens), found.count, stops))
         return cls(parts, tokens), parts[0].count
 
     @property

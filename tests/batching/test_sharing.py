@@ -91,11 +91,12 @@ def test_others_pass_those_that_wait_for_a_common_beginning() -> None:
     generator.close()
 
 
-def test_a_leader_that_is_cancelled_leaves_what_it_has_run() -> None:
-    kv = attached("llama")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_leader_that_is_cancelled_leaves_what_it_has_run(kind: str) -> None:
+    kv = attached(kind)
     trunk = models.prompt(80)
     prompts = [[*trunk, 1], [*trunk, 2]]
-    expected = alone(models.shared("llama"), prompts)
+    expected = alone(models.shared(kind), prompts)
     generator = PagedBatchGenerator(kv.model, prefill_step_size=16)
     leader, follower = generator.insert(prompts, [6, 6])
     for _ in range(3):
@@ -138,6 +139,29 @@ def test_models_with_windows_stop_where_they_can_be_continued() -> None:
     generator.close()
 
 
+@pytest.mark.parametrize(("kind", "word"), [("gemma3_text", "window"), ("qwen3_next", "recurrent")])
+def test_what_is_stored_and_cant_be_used_is_counted_when_the_request_is_run(kind: str, word: str) -> None:
+    kv = attached(kind, rewind=4)
+    generator = PagedBatchGenerator(kv.model)
+    kv.prefix_cache.insert(models.prompt(60), run_cold(kv, models.prompt(60)))
+    prompt = [*models.prompt(20), 1]
+    uids = generator.insert([prompt], [3])
+    generator.remove(uids)
+    assert kv.prefix_cache.counts.refused == {}
+    assert answers(generator, [prompt]) == alone(kv.model, [prompt])
+    ((reason, tokens),) = kv.prefix_cache.counts.refused.items()
+    assert (word in reason, tokens) == (True, 20)
+    assert (kv.stats().prefix_hit_tokens, kv.stats().prefix_missed_tokens) == (0, 21)
+    generator.close()
+
+
+def run_cold(kv: Any, tokens: list[int]) -> Any:
+    cache = kv.make_cache()
+    for start in range(0, len(tokens), 5):
+        models.logits(kv.model, tokens[start : start + 5], cache)
+    return cache
+
+
 def test_nothing_is_shared_when_it_is_off() -> None:
     kv = attached("llama", prefix_cache=0)
     prompts = [[*models.prompt(30), seed] for seed in range(3)]
@@ -163,6 +187,7 @@ def test_a_callers_own_cache_is_stored_only_if_its_tokens_are_known(kind: str, k
     while responses := generator.next_generated():
         found += [response.token for response in responses]
     assert found == expected
+    assert (kv.stats().prefix_hit_tokens, kv.stats().prefix_missed_tokens) == (0, 0), "the store was not asked"
     assert (kv.prefix_cache.matched([*before, *prompt, 1]) > 30) == (known and kind != "mamba")
     # Whatever was stored, nobody gets another prompt's keys and values.
     for asked in (prompt, before, before + prompt):

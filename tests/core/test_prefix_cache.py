@@ -345,6 +345,22 @@ def test_what_a_model_is_made_with_counts_as_its_weights() -> None:
     assert tinykv.attach(one, page_size=4).prefix_cache.fingerprint() != first
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_r24_weights_that_differ_in_one_place_are_others(dtype: mx.Dtype) -> None:
+    """In a matrix that is too large to be read whole: a number changed, two rows exchanged."""
+    digests = set()
+    for change in range(3):
+        model = models.make(FULL, intermediate_size=4096)
+        model.set_dtype(dtype)
+        weight = model.model.layers[1].mlp.up_proj.weight
+        if change == 1:
+            weight[1001, 5] += 0.25
+        elif change == 2:
+            weight[1001:1003] = mx.array(weight[1001:1003][::-1])
+        digests.add(tinykv.attach(model, page_size=4).prefix_cache.fingerprint())
+    assert len(digests) == 3
+
+
 def test_clear_looks_at_the_weights_again() -> None:
     model = models.make(FULL)
     kv = tinykv.attach(model, page_size=4)

@@ -136,6 +136,7 @@ def test_what_is_in_use_is_not_pushed_out_to_load_more(tmp_path: Path) -> None:
     kv = attached(tmp_path, max_pages=12)
     running = run(kv, other)
     assert kv.prefix_cache.fetch([*tokens, 1])[1] == [*tokens, 1]
+    assert kv.prefix_cache.counts.refused == {"it is on disk, and could not be loaded or had no room": 40}
     kv.check()
     assert running[0].offset == 24
     del running

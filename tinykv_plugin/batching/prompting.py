@@ -41,7 +41,8 @@ class PromptingGenerator(PreemptingGenerator):
             del queue[index]
             queue.appendleft(request)
             self._prompt_batch.extend(self._make_batch(1))
-            self._sharing.admitted(request)
+            if request[0] not in self._brought:
+                self._sharing.admitted(request)
             slots -= 1
 
     def _waits_for_another(self, request: Any) -> bool:

@@ -34,12 +34,15 @@ class PromptSharing:
         self._prompts: dict[int, TokenArray] = {}
         # Places where others will part from a prompt that is being processed, by uid.
         self._stops: dict[int, set[int]] = {}
+        # What was stored of waiting requests' prompts and can't be used, and why.
+        self._refused: dict[int, tuple[int, str]] = {}
 
     def forget(self, uids: Iterable[int]) -> None:
         """These requests are no longer in their prompt."""
         for uid in uids:
             self._prompts.pop(uid, None)
             self._stops.pop(uid, None)
+            self._refused.pop(uid, None)
 
     def begin(self, request: tuple[Any, ...], max_kv_size: int | None, may_load: Callable[[], bool]) -> tuple[Any, ...]:
         """A waiting request with what is stored of its prompt in its cache; as it is if nothing is.
@@ -50,15 +53,16 @@ class PromptSharing:
         if not self._prefix.enabled:
             return request
         tokens = [token for segment in segments for token in segment]
-        cache, _, count = self._prefix.attach(tokens, max_kv_size, counted=False, may_load=may_load)
-        if not count:
+        found = self._prefix.attach(tokens, max_kv_size, counted=False, may_load=may_load)
+        self._refused[uid] = found.refused, found.reason
+        if not found.count:
             return request
-        return uid, _after(segments, count), limit, cache, tokens[:count], *options
+        return uid, _after(segments, found.count), limit, found.caches, tokens[: found.count], *options
 
     def admitted(self, request: tuple[Any, ...]) -> None:
         """A request, as :meth:`begin` gave it, is run from now on."""
-        _, segments, _, _, known, *_ = request
-        self._prefix.count(len(known), sum(map(len, segments)))
+        uid, segments, _, _, known, *_ = request
+        self._prefix.count(len(known), sum(map(len, segments)), *self._refused.pop(uid, ()))
 
     def must_wait(
         self, request: tuple[Any, ...], max_kv_size: int | None, running: Mapping[int, tuple[Sequence[int], Any]]
