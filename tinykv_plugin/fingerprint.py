@@ -70,7 +70,7 @@ def _digest(named: Sequence[tuple[str, mx.array]], settings: Sequence[str]) -> b
 
 def _content(array: mx.array) -> list[mx.array]:
     """What is hashed of an array: its bits (numpy has no bfloat16), or less of a large one."""
-    bits = mx.atleast_1d(array).view(_BITS[array.itemsize])
+    bits = array.reshape(array.shape or (1,)).view(_BITS[array.itemsize])
     flat = bits.reshape(-1)
     if array.nbytes <= WHOLE_BYTES:
         return [flat]
