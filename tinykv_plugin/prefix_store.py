@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import io
 import logging
 import os
-import queue
 import shutil
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,13 +18,12 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
 
 from .errors import ConfigError
-from .page_index import IMPATIENCE, PATIENCE, PageIndex, StoredPage
+from .page_index import PageIndex, StoredPage
+from .page_writer import PageWriter
 from .whole_file import write_whole
 
 log = logging.getLogger("tinykv")
 
-# Pages that may wait to be written: further ones are not written, so that generation never waits for the disk.
-MAX_WAITING = 64
 CHECKSUM_BYTES = 16
 # With less room left, a file that can't be written can't be for want of room.
 FULL_BYTES = 64 << 20
@@ -47,16 +43,13 @@ class PrefixStore:
         self._folder = Path(folder).expanduser() / "tinykv-pages-2"
         self._limit = limit
         self.skipped = 0
-        self._failed = False  # one warning is enough
-        self._failing = False
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._index = PageIndex.open(self._folder / "index.sqlite")
         except (OSError, sqlite3.Error) as error:
             raise ConfigError("prefix_dir", f"{str(folder)!r} can't be used: {error}; a writable folder will") from None
-        self._jobs: queue.Queue[Callable[[PageIndex], None] | None] = queue.Queue(MAX_WAITING)
-        self._writer = threading.Thread(target=self._write, name="tinykv-prefix-store", daemon=True)
-        self._writer.start()
+        folder = self._folder
+        self._writer = PageWriter(folder / "index.sqlite", lambda index: _remove_orphans(folder, index))
 
     def find(self, key: bytes, tokens: bytes) -> StoredPage | None:
         """The page with this hash, if it has these tokens."""
@@ -123,7 +116,7 @@ class PrefixStore:
         known = self.find(key, tokens)
         if known is not None and known.has_all(groups, states is not None):
             return
-        if not wait and self._jobs.full():
+        if not wait and self._writer.is_full:
             self.skipped += 1
             return
         made = dict(arrays()) or {"none": mx.zeros((1,))}  # a model without pages, but a file needs something
@@ -143,44 +136,14 @@ class PrefixStore:
 
     def flush(self) -> None:
         """Wait until everything is written."""
-        if self._writer.is_alive():
-            self._jobs.join()
+        self._writer.flush()
 
     def close(self) -> None:
         """Write what waits, and end the writer. Closing again does nothing."""
-        if not self._writer.is_alive():
-            return
-        self._jobs.put(None)
-        self._writer.join()
+        self._writer.close()
         self._index.close()
 
     # The writer's thread --------------------------------------------------------------------------------------------
-
-    def _write(self) -> None:
-        index: PageIndex | None = None
-        while True:
-            job = self._jobs.get()
-            try:
-                if job is None:
-                    return
-                if index is None:
-                    index = PageIndex(self._folder / "index.sqlite")
-                    self._remove_orphans(index)
-                job(index)
-                if self._failing:
-                    self._failing = False
-                    index.wait_at_most(PATIENCE)
-            except Exception as error:
-                # A full disk, a locked index, a folder that was removed: the page is computed again when it is needed.
-                log.log(logging.DEBUG if self._failed else logging.WARNING, "a page was not stored: %s", str(error))
-                self._failed = self._failing = True
-                if index is not None:
-                    with contextlib.suppress(sqlite3.Error):
-                        index.wait_at_most(IMPATIENCE)  # or what waits here would take that long each
-            finally:
-                self._jobs.task_done()
-                if job is None and index is not None:
-                    index.close()
 
     def _save(
         self,
@@ -250,19 +213,10 @@ class PrefixStore:
             self._path(key).unlink(missing_ok=True)
             self._state_path(key).unlink(missing_ok=True)
 
-    def _remove_orphans(self, index: PageIndex) -> None:
-        known = {key.hex() for key in index.hashes()}
-        limit = time.time() - ORPHAN_SECONDS
-        for path in self._folder.glob("??/*.safetensors"):
-            if path.name.split(".")[0] not in known and path.stat().st_mtime < limit:
-                path.unlink(missing_ok=True)
-
     # Odds and ends --------------------------------------------------------------------------------------------------
 
     def _submit(self, job: Callable[[PageIndex], None], wait: bool = False) -> None:
-        try:
-            self._jobs.put(job, block=wait)
-        except queue.Full:
+        if not self._writer.submit(job, wait):
             self.skipped += 1
 
     def _path(self, key: bytes) -> Path:
@@ -276,3 +230,12 @@ class PrefixStore:
 
 def _checksum(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=CHECKSUM_BYTES).digest()
+
+
+def _remove_orphans(folder: Path, index: PageIndex) -> None:
+    """Delete old page files that the index doesn't list."""
+    known = {key.hex() for key in index.hashes()}
+    limit = time.time() - ORPHAN_SECONDS
+    for path in folder.glob("??/*.safetensors"):
+        if path.name.split(".")[0] not in known and path.stat().st_mtime < limit:
+            path.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from mlx_lm.models import cache as mlx_cache
 from test_prefix_cache import assert_as_cold, run
 
 import tinykv_plugin as tinykv
-from tinykv_plugin import page_index, prefix_store
+from tinykv_plugin import page_index, page_writer, prefix_store
 from tinykv_plugin.errors import ConfigError
 from tinykv_plugin.prefix_store import PrefixStore
 from tinykv_plugin.prefix_tree import page_hash, token_bytes
@@ -359,7 +359,7 @@ def test_states_that_gave_way_are_found_on_disk(tmp_path: Path) -> None:
 
 def test_a_locked_index_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_index, "PATIENCE", 0.5)
-    monkeypatch.setattr(prefix_store, "PATIENCE", 0.5)
+    monkeypatch.setattr(page_writer, "PATIENCE", 0.5)
     kv = attached(tmp_path)
     store(kv, models.prompt(80))
     (path,) = tmp_path.rglob("index.sqlite")

@@ -1,9 +1,10 @@
-"""Clients whose prompts begin alike, some of whom leave while theirs is processed; and a server that is started again."""
+"""Clients whose prompts begin alike, some of whom leave in theirs; and a server that is started again."""
 
 from __future__ import annotations
 
 import argparse
 import random
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -62,3 +63,21 @@ def test_a_server_that_starts_again_finds_its_prompts(
     # Full pages; and recurrent layers where they were stored, at the prompt's end.
     assert reused[0] == 0
     assert min(reused[1:]) >= 40
+
+
+def test_another_model_and_back_finds_its_prompts(serve: Serve, model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    """A model that is let go has written what was run; nothing of it is left behind."""
+    server = serve(prefix_dir=str(tmp_path))
+    server.attached.clear()  # or the first model would stay
+    names = ["default_model", str(model_dir("llama", seed=8))]
+    answers = []
+    for turn in range(4):
+        answer = server.client.completions.create(model=names[turn % 2], prompt=words(21), max_tokens=8)
+        answers.append((answer.choices[0].text, answer.usage.prompt_tokens_details.cached_tokens))
+    (first, _), (second, _) = answers[:2]
+    assert answers == [(first, 0), (second, 0), (first, 20), (second, 20)]
+
+    def writers() -> int:
+        return sum(thread.name == "tinykv-prefix-store" for thread in threading.enumerate())
+
+    wait_until(lambda: writers() == 1, what="the writers of models that are gone to end")
