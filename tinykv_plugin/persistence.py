@@ -175,7 +175,9 @@ def _dense(leaf: Any) -> Any:
         if leaf._layer.chunk is not None:
             dense.start_position = leaf.offset - dense.keys.shape[2]
         elif retention.window is not None:
-            dense._idx = dense.keys.shape[2]
+            count = min(leaf.offset, retention.window)
+            dense.keys, dense.values = (_padded(side, count, retention.keep) for side in (dense.keys, dense.values))
+            dense._idx = count
     return dense
 
 
@@ -186,6 +188,13 @@ def _newest(sides: tuple[mx.array, mx.array], leaf: PagedKVCache) -> tuple[mx.ar
     kept = min(retention.keep, held) if held < leaf.offset else 0
     columns = mx.array([*range(kept), *range(leaf.offset - (held - kept), leaf.offset)])
     return mx.take(sides[0], columns, axis=2), mx.take(sides[1], columns, axis=2)
+
+
+def _padded(side: mx.array, count: int, keep: int) -> mx.array:
+    """``side`` with ``count`` tokens, as a full ring of stock has: zeros for what no token will see any more."""
+    batch, heads, held, dim = side.shape
+    blank = mx.zeros((batch, heads, count - held, dim), side.dtype)
+    return mx.concatenate([side[:, :, :keep], blank, side[:, :, keep:]], axis=2) if held < count else side
 
 
 def _held(leaf: Any, target: PagedKVCache, index: int, source: object) -> HeldTokens:
@@ -215,6 +224,11 @@ def _held(leaf: Any, target: PagedKVCache, index: int, source: object) -> HeldTo
     if leaf.keys is None:
         return HeldTokens(0, [])
     keys, values = leaf._temporal_order(leaf.keys), leaf._temporal_order(leaf.values)
+    if keys.shape[2] == window < leaf.offset and not keys[:, :, leaf.keep].any().item():
+        # The file was written when this one was gone: what is taken back must not come to see it.
+        keys, values = (
+            mx.concatenate([side[:, :, : leaf.keep], side[:, :, leaf.keep + 1 :]], axis=2) for side in (keys, values)
+        )
     return _spans(keys, values, leaf.offset, leaf.keep)
 
 

@@ -90,7 +90,8 @@ class PrefixStore:
                 raise ValueError("the checksum is wrong")
             return list(mlx_cache.load_prompt_cache(str(path)))
         except Exception as error:
-            log.warning("stored states are not used: %s: %s", self._state_path(page.hash), error)
+            if not isinstance(error, FileNotFoundError):
+                log.warning("stored states are not used: %s: %s", self._state_path(page.hash), error)
             self._submit(lambda index: self._forget(index, [page.hash]))
             return None
 

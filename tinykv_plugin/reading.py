@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -16,12 +17,14 @@ if TYPE_CHECKING:
     from .pages import LayerPages
     from .sequence import PagedSequence
     from .session import PagedSession
+    from .table import PageTable
 
 
 def stored_tokens(session: PagedSession, layer: PagedLayer, row: PagedSequence) -> tuple[mx.array, mx.array]:
     """Copies of a layer's tokens as they are stored, ``(1, kv_heads, tokens, elements)``; with a window the newest.
 
-    Raises CacheStateError if the layer has no pages yet.
+    With a window perhaps without the oldest of those that the last token saw: the next one won't see them. Raises
+    CacheStateError if the layer has no pages yet.
     """
     pages = pages_of(layer)
     tokens = row.offset(layer.bit)
@@ -32,8 +35,16 @@ def stored_tokens(session: PagedSession, layer: PagedLayer, row: PagedSequence) 
         return mx.zeros((1, *key_shape), key_dtype), mx.zeros((1, *value_shape), value_dtype)
     if row.lost:
         raise CacheStateError(LOST)
-    step = GroupStep([row.tables[layer.group]], [tokens], [1], 1)
-    return _copied(session, PagedKVMetadata(pages, step))
+    table = row.tables[layer.group]
+    gap, keep = _gap(table, tokens), table.retention.keep
+    step = GroupStep([_without_gaps(table) if gap else table], [tokens], [1], 1)
+    keys, values = _copied(session, PagedKVMetadata(pages, step))
+    if gap:
+        keys, values = (
+            mx.concatenate([side[:, :, :keep], side[:, :, keep + gap :]], axis=2) for side in (keys, values)
+        )
+        mx.eval(keys, values)
+    return keys, values
 
 
 def open_tokens(session: PagedSession, layer: PagedLayer, row: PagedSequence) -> tuple[mx.array, mx.array] | None:
@@ -59,6 +70,22 @@ def _copied(session: PagedSession, metadata: PagedKVMetadata) -> tuple[mx.array,
     mx.eval(keys, values)
     pages.last_read = before  # this read is over
     return keys, values
+
+
+def _gap(table: PageTable, tokens: int) -> int:
+    """How many tokens that the last of ``tokens`` saw, behind the kept ones, are not held any more."""
+    retention = table.retention
+    if retention.window is None or tokens <= retention.window:
+        return 0
+    return max(0, table.first_position - (tokens - retention.window + retention.keep))
+
+
+def _without_gaps(table: PageTable) -> PageTable:
+    """``table`` for reading, with some page in the place of dropped ones."""
+    view = table.view(0)
+    view.retention = table.retention
+    view.pages = array("i", [table.pages[-1] if page < 0 else page for page in view.pages])
+    return view
 
 
 def pages_of(layer: PagedLayer) -> LayerPages:

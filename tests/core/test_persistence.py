@@ -16,7 +16,7 @@ from models import greedy, largest_difference, logits, make, prompt, shared
 
 import tinykv_plugin as tinykv
 from tinykv_plugin.cache import PagedKVCache
-from tinykv_plugin.errors import OutOfPagesError, PromptCacheFileError
+from tinykv_plugin.errors import CacheStateError, OutOfPagesError, PromptCacheFileError
 from tinykv_plugin.layout import leaves
 from tinykv_plugin.persistence import adopt
 
@@ -371,3 +371,38 @@ def test_r54_other_weights_are_refused_and_what_passes_through_keeps_its_origin(
         tinykv.load_prompt_cache(file, kv=other)
     assert tinykv.load_prompt_cache(file, kv=kv)[0].offset == 20
     assert other.stats().pages_used == 0
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_kv_size": 12}, {"bits": 8, "group_size": 32}])
+def test_a_cache_without_the_oldest_token_of_its_window_goes_through_files(fields: dict[str, Any], file: str) -> None:
+    """Fetched or rewound, it may hold no more than the next token sees; stock's ring has one more, which is never seen.
+
+    What is taken back after loading must not see it either.
+    """
+    kind = "llama" if "max_kv_size" in fields else "gemma3_text"
+    model = shared(kind, **({"head_dim": 32} if "bits" in fields else {}))
+    seen = set()
+    with tinykv.attach(model, page_size=4, rewind=5, **fields) as kv:
+        whole = kv.make_cache()
+        for start in range(0, 29, 4):
+            logits(model, prompt(29)[start : start + 4], whole)
+        kv.prefix_cache.insert(prompt(29), whole)
+        for length in range(23, 28):
+            rewound = copy.deepcopy(whole)
+            for layer in rewound:
+                layer.trim(29 - length)
+            fetched, rest = kv.prefix_cache.fetch([*prompt(length), 1])
+            assert rest == [1]
+            for cache in (rewound, fetched):
+                limited = next(layer for layer in cache if layer.window)
+                seen.add(limited.keys_and_values()[0].shape[2] - limited.window)
+                tinykv.save_prompt_cache(file, cache)
+                expected = greedy(model, NEXT, 12, cache=copy.deepcopy(cache))
+                loaded = tinykv.load_prompt_cache(file, kv=kv)
+                with pytest.raises(CacheStateError, match="can't rewind"):
+                    mlx_cache.trim_prompt_cache(loaded, 2)
+                assert greedy(model, NEXT, 12, cache=tinykv.load_prompt_cache(file, kv=kv)) == expected
+                kv.check()
+                if "bits" not in fields:
+                    assert greedy(model, NEXT, 12, cache=mlx_cache.load_prompt_cache(file)) == expected
+    assert seen == {-1, 0}
