@@ -29,13 +29,13 @@ States = Mapping[int, Any]
 class PrefixIndex:
     """The prefix tree of a session, with one hold on each page it lists.
 
-    The session's lock is held in all calls, and no transaction is open. ``evicted`` counts pages that gave way;
-    ``on_evict`` is called with a node before it is evicted.
+    The session's lock is held in all calls, and no transaction is open. ``evicted`` counts pages that gave way,
+    ``evicted_tokens`` tokens; ``on_evict`` is called with a node before it is evicted.
     """
 
     def __init__(self, session: PagedSession, state_bytes: int) -> None:
         self.tree = PrefixTree(session.page_size)
-        self.evicted = 0
+        self.evicted = self.evicted_tokens = 0
         self.on_evict: Callable[[PrefixNode], None] | None = None
         self._session = session
         # Nodes that have what layers without pages held, the oldest first.
@@ -200,8 +200,10 @@ class PrefixIndex:
 
     def _drop(self, node: PrefixNode, evicted: bool = False) -> int:
         """Take out a node without children; returns how many of its pages are free now."""
-        if evicted and self.on_evict is not None:
-            self.on_evict(node)
+        if evicted:
+            self.evicted_tokens += node.count
+            if self.on_evict is not None:
+                self.on_evict(node)
         self._drop_states(node)
         self.tree.remove(node)
         pages = [(group, page) for group, page in enumerate(node.pages) if page >= 0]
@@ -245,6 +247,8 @@ class PrefixIndex:
         Without its ancestors, what was evicted would not be found again on disk.
         """
         leaf = node
+        if evicted and not node.children and max(node.pages, default=-1) < 0:
+            self.evicted_tokens += node.count
         while node.parent is not None and not node.children and node.state is None and max(node.pages, default=-1) < 0:
             parent = node.parent
             self._drop(node, evicted and node is not leaf)

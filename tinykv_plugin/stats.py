@@ -26,8 +26,8 @@ class PoolStats:
     requests that have ended, as they were at their end. The rest are counts since attach:
     ``growths`` of pools, ``cow_copies`` of pages on write, ``page_moves`` within a pool so that its end could go to
     another one, ``evictions`` of cached pages, tokens of prompts that were found in the prefix cache
-    (``prefix_hit_tokens``) and that had to be run (``prefix_missed_tokens``), and those that were stored but could not
-    be used, by reason (``prefix_refused``).
+    (``prefix_hit_tokens``) and that had to be run (``prefix_missed_tokens``), those that were stored but could not be
+    used, by reason (``prefix_refused``), and stored ones that gave way (``prefix_evicted_tokens``).
     """
 
     pages_total: int = 0
@@ -53,6 +53,7 @@ class PoolStats:
     evictions: int = 0
     prefix_hit_tokens: int = 0
     prefix_missed_tokens: int = 0
+    prefix_evicted_tokens: int = 0
     prefix_refused: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -115,5 +116,6 @@ def collect(session: PagedSession) -> PoolStats:
         evictions=session.prefix.index.evicted,
         prefix_hit_tokens=session.prefix.counts.hit_tokens,
         prefix_missed_tokens=session.prefix.counts.missed_tokens,
+        prefix_evicted_tokens=session.prefix.index.evicted_tokens,
         prefix_refused=dict(session.prefix.counts.refused),
     )

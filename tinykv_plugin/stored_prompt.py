@@ -39,6 +39,11 @@ class PromptPart:
         self.tokens = tokens
         self._stored = self.count
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether the prompt is to be stored further on."""
+        return self._stored < len(self.tokens) - 1
+
     def until_stop(self, done: int) -> int | None:
         """Most tokens that a prompt of which ``done`` were run may go on by, so that it can be stored; None: all."""
         prefix = self.prefix
@@ -52,9 +57,9 @@ class PromptPart:
 
         Returns how many of the next ``count`` tokens to run before it is stored again; None: all of them.
         """
-        last = len(self.tokens) - 1
-        if self._stored >= last:
+        if not self.unfinished:
             return None
+        last = len(self.tokens) - 1
         due = self.until_stop(self._stored)
         if due is None or done - self._stored >= due or done == last:
             self.store(done)
@@ -141,6 +146,10 @@ class StoredPrompt(list[Any]):
 
     def ended(self) -> None:
         """The loop that began is over: ``parts`` say what the caches hold."""
+        start = 0
+        for part in self.parts:
+            start, stop = start + len(part.caches), start
+            part.caches = list(self[stop:start])
         self._noted = self._marks()
 
     def keep(self, tokens: Sequence[int]) -> int:

@@ -85,6 +85,8 @@ class _StoringModel:
     def __call__(self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None) -> Any:
         """The logits of ``inputs`` ``(1, tokens)``; of a chunk of the prompt perhaps only of its last tokens."""
         part = self._part
+        if part.unfinished:
+            part.caches = list(cache)  # with mlx-lm's kv_bits, entries are replaced
         while (count := part.advance(part.count, inputs.shape[1])) is not None:
             self._forward(inputs[:, :count], cache, None if input_embeddings is None else input_embeddings[:, :count])
             mx.eval([leaf.state for leaf in leaves(part.caches)])

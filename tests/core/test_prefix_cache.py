@@ -65,8 +65,9 @@ def test_whatever_is_stored_is_continued_as_if_run_cold(kind: str) -> None:
 
 
 @pytest.mark.parametrize("length", [31, 32, 33])
-def test_a_match_that_ends_inside_a_page_loses_nothing(length: int) -> None:
-    kv = attached(FULL, page_size=16)
+@pytest.mark.parametrize("kind", [FULL, WINDOW])
+def test_a_match_that_ends_inside_a_page_loses_nothing(kind: str, length: int) -> None:
+    kv = attached(kind, page_size=16)
     tokens = models.prompt(length)
     kv.prefix_cache.insert(tokens, run(kv, tokens))
     assert assert_as_cold(kv, tokens + models.prompt(9, 2)) == length
@@ -131,6 +132,15 @@ def test_states_stay_within_their_share() -> None:
         assert kv.prefix_cache.index._state_bytes <= 0.05 * (1 << 20)
     assert assert_as_cold(kv, [*models.prompt(9, 29), 3]) == 9
     assert assert_as_cold(kv, [*models.prompt(9, 0), 3]) == 0
+
+
+def test_evicted_tokens_of_a_model_without_pages_are_counted_once() -> None:
+    kv = attached(RECURRENT)
+    tokens = models.prompt(9)
+    kv.prefix_cache.insert(tokens, run(kv, tokens))
+    kv.prefix_cache.index._state_limit = kv.prefix_cache.index._state_bytes
+    kv.prefix_cache.insert(models.prompt(9, 1), run(kv, models.prompt(9, 1)))
+    assert (kv.stats().prefix_evicted_tokens, kv.prefix_cache.tokens) == (9, 9)
 
 
 def test_r04_chats_that_branch_from_one_prefix_store_it_once() -> None:
@@ -228,7 +238,7 @@ def test_requests_come_first() -> None:
     assert kv.stats().pages_used == 4
     last_logits(kv, models.prompt(24, 9), kv.make_cache())  # 6 pages: 4 are free
     assert [kv.prefix_cache.matched([*tokens, 1]) for tokens in prompts] == [16, 8, 16, 16]
-    assert kv.stats().evictions == 2
+    assert (kv.stats().evictions, kv.stats().prefix_evicted_tokens) == (2, 8)
     kept = run(kv, models.prompt(64, 9))  # all that is left
     assert [kv.prefix_cache.matched([*tokens, 1]) for tokens in prompts] == [16, 0, 0, 0]
     with pytest.raises(tinykv.OutOfPagesError):

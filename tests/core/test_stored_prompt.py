@@ -8,6 +8,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -205,6 +206,24 @@ def test_a_prompt_that_is_run_alone_is_stored_at_its_end_and_in_between(kind: st
         again, ran = asked(kv, other, prefill_step_size=chunk)
         assert again == expected[1]
         assert ran <= (PAGE if kind == WINDOW else 1)  # the window has dropped the page that the prompt ends in
+
+
+@pytest.mark.parametrize("length", [31, 32, 33])
+@pytest.mark.parametrize("kind", SINGLE)
+def test_at_most_the_last_page_is_run_again_and_after_a_restart_too(kind: str, length: int, tmp_path: Path) -> None:
+    model = shared(kind, **fields(kind))
+    tokens = prompt(length)
+    # Its answer is so long that windows have passed the prompt.
+    settings = {"page_size": 16, "prefix_interval": 16, "prefix_dir": str(tmp_path)}
+    expected = greedy(model, tokens, 30)
+    most = 16 if kind == WINDOW else 1
+    with tinykv.attach(model, **settings) as kv:
+        assert asked(kv, tokens, 30) == (expected, length)
+        again, ran = asked(kv, tokens, 30)
+        assert (again, ran <= most) == (expected, True)
+    with tinykv.attach(model, **settings) as kv:
+        again, ran = asked(kv, tokens, 30)
+        assert (again, ran <= 16) == (expected, True)
 
 
 @pytest.mark.parametrize("kind", [FULL, HYBRID])

@@ -190,7 +190,9 @@ class _StateCollector(Collector):
             "Prompt tokens that were stored but could not be used.",
             labels=["model", "reason"],
         )
+        gone = CounterMetricFamily("tinykv_prefix_evicted_tokens", "Stored tokens that gave way.", labels=["model"])
         for model, stats in state.pools.items():
+            gone.add_metric([model], stats.prefix_evicted_tokens)
             for reason, count in stats.prefix_refused.items():
                 refused.add_metric([model, reason], count)
             pages.add_metric([model, "used"], stats.pages_used)
@@ -206,4 +208,4 @@ class _StateCollector(Collector):
             copies.add_metric([model], stats.cow_copies)
             moves.add_metric([model], stats.page_moves)
             evictions.add_metric([model], stats.evictions)
-        yield from (pages, shared, memory, waste, tokens, growths, copies, moves, evictions, refused)
+        yield from (pages, shared, memory, waste, tokens, growths, copies, moves, evictions, gone, refused)
