@@ -13,7 +13,7 @@ from .columns import Buckets, Spans, buckets_of, column_count, page_columns, tok
 from .hookspecs import hookimpl
 from .masks import causal_array, prior_tokens, row_masks
 from .metadata import PagedKVMetadata, PagedMask, int32
-from .open_columns import OpenColumns, open_columns
+from .open_columns import with_open
 from .step import GroupStep
 
 if TYPE_CHECKING:
@@ -34,9 +34,11 @@ class GatherBackend:
     reads_quantized = True
 
     def supports(self, request: AttentionRequest) -> list[str]:
+        """Nothing is refused."""
         return []
 
     def resize(self, pages: LayerPages, num_pages: int) -> None:
+        """Give ``pages`` other arrays, evaluated, with what was in the first pages. Modifies ``pages``."""
         shapes = pages.shape(num_pages)
         for side, shape, dtype in zip(("keys", "values"), shapes, pages.dtypes, strict=True):
             old: mx.array | None = getattr(pages, side)
@@ -53,6 +55,7 @@ class GatherBackend:
                 setattr(pages, side, kept)
 
     def write(self, metadata: PagedKVMetadata, keys: mx.array, values: mx.array) -> None:
+        """Scatter new tokens, as the pages store them, into the slots of ``metadata``. Modifies its pages."""
         step, pages = metadata.step, metadata.pages
         assert pages.keys is not None
         assert pages.values is not None
@@ -70,6 +73,7 @@ class GatherBackend:
                 pages.values[page_ids, :, slots] = _by_token(values, tokens)
 
     def copy_pages(self, pages: LayerPages, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole pages, in order. Modifies ``pages``."""
         if pages.keys is None or pages.values is None:
             return
         # At once, unless a page is copied that was copied to before, or is copied to twice.
@@ -94,6 +98,10 @@ class GatherBackend:
         sinks: mx.array | None,
         softcap: float | None = None,
     ) -> mx.array:
+        """Attention of ``queries`` by mlx over copies of each row's tokens: ``(batch, query_heads, tokens, value_dim)``.
+
+        Rows of unlike length are divided, so that padding stays small.
+        """
         step = metadata.step
         if not step.alone:
             buckets = step.cached("buckets", lambda: buckets_of(step))
@@ -104,14 +112,16 @@ class GatherBackend:
         if mask is not None or not step.alone:
             mask = _array_mask(step, mask)
         if opened is not None:
-            keys, values, mask = self._with_open(metadata, opened, keys, values, mask)
+            keys, values, mask = with_open(metadata, opened, keys, values, mask)
         return attend_arrays(queries, keys, values, scale=scale, mask=mask, sinks=sinks, softcap=softcap)
 
     def dense(self, metadata: PagedKVMetadata) -> tuple[mx.array, mx.array]:
+        """K and V ``(batch, kv_heads, columns, head_dim)`` of what the step's queries may see, dequantized."""
         keys, values = self.stored(metadata)
         return metadata.pages.spec.decode(keys, values) if metadata.pages.packed else (keys, values)
 
     def stored(self, metadata: PagedKVMetadata) -> tuple[mx.array, mx.array]:
+        """As :meth:`dense`, but ``(batch, kv_heads, columns, elements)`` as the pages store them."""
         step = metadata.step
         pages = metadata.pages
         if pages.copy_out is not None:
@@ -130,45 +140,6 @@ class GatherBackend:
         if pages.written is not None:
             pages.note_read(keys, values)
         return keys, values
-
-    def _with_open(
-        self,
-        metadata: PagedKVMetadata,
-        opened: PagedKVMetadata,
-        keys: mx.array,
-        values: mx.array,
-        mask: mx.array | str | None,
-    ) -> tuple[mx.array, mx.array, mx.array | str | None]:
-        """K and V with the open pages' columns behind the others, and the mask that gives each query its own."""
-        step = metadata.step
-        places = step.cached("open columns", lambda: open_columns(step, opened.step))
-        more = self._open_rows(opened, places)
-        if mask is None and places.cut is not None:
-            keys, values = keys[:, :, : places.cut], values[:, :, : places.cut]
-        elif isinstance(mask, mx.array):
-            mask = places.mask(mask)
-        else:
-            plain = mask
-            mask = step.cached(("open mask", plain), lambda: places.mask(_whole_mask(step, plain)))
-        return mx.concatenate([keys, more[0]], axis=2), mx.concatenate([values, more[1]], axis=2), mask
-
-    @staticmethod
-    def _open_rows(opened: PagedKVMetadata, places: OpenColumns) -> tuple[mx.array, mx.array]:
-        """K and V of the open columns ``(batch, kv_heads, columns, head_dim)``; zeros for padding."""
-        pages = opened.pages
-        if pages.copy_out is not None:
-            return pages.copy_out(opened, places.spans)
-        keys, values = pages.readable()
-        page_ids, slots = places.index
-        held = places.valid.transpose(0, 1, 3, 2)
-        copies = []
-        for side in (keys, values):
-            if side.shape[3]:
-                copies.append(mx.where(held, side[page_ids, :, slots].transpose(0, 2, 1, 3), 0))
-            else:  # mlx can't index an array without elements
-                copies.append(mx.zeros((page_ids.shape[0], side.shape[1], page_ids.shape[1], 0), side.dtype))
-        pages.note_read(*copies)
-        return copies[0], copies[1]
 
     def _attend_buckets(
         self,
@@ -191,14 +162,6 @@ class GatherBackend:
                 self.attend(queries[rows], metadata.of(part), scale=scale, mask=part_mask, sinks=sinks, softcap=softcap)
             )
         return mx.concatenate(outputs)[buckets.order]
-
-
-def _whole_mask(step: GroupStep, mask: str | None) -> mx.array:
-    """A mask of one row, given by name or not at all, as an array over all columns."""
-    columns = column_count(step)
-    if mask is None:
-        return mx.ones((1, 1, step.width, columns), dtype=mx.bool_)
-    return causal_array(step.width, columns - step.width, None)
 
 
 def _one_slot(step: GroupStep) -> tuple[int, int]:

@@ -8,8 +8,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from .columns import visible
-from .metadata import int32
+from .columns import column_count, visible
+from .masks import causal_array
+from .metadata import PagedKVMetadata, int32
 from .step import GroupStep
 
 Ints = npt.NDArray[np.int64]
@@ -43,6 +44,27 @@ class OpenColumns:
         seen = mx.take_along_axis(self.own, again[1], axis=3) & self.valid
         behind = mx.where(seen, mx.take_along_axis(mask, again[0], axis=3), hidden)
         return mx.concatenate([mx.where(self.own, hidden, mask), behind], axis=3)
+
+
+def with_open(
+    metadata: PagedKVMetadata,
+    opened: PagedKVMetadata,
+    keys: mx.array,
+    values: mx.array,
+    mask: mx.array | str | None,
+) -> tuple[mx.array, mx.array, mx.array | str | None]:
+    """Gathered K and V with the open pages' columns behind the others, and the mask that gives each query its own."""
+    step = metadata.step
+    places = step.cached("open columns", lambda: open_columns(step, opened.step))
+    more = _open_rows(opened, places)
+    if mask is None and places.cut is not None:
+        keys, values = keys[:, :, : places.cut], values[:, :, : places.cut]
+    elif isinstance(mask, mx.array):
+        mask = places.mask(mask)
+    else:
+        plain = mask
+        mask = step.cached(("open mask", plain), lambda: places.mask(_whole_mask(step, plain)))
+    return mx.concatenate([keys, more[0]], axis=2), mx.concatenate([values, more[1]], axis=2), mask
 
 
 def open_columns(step: GroupStep, opened: GroupStep) -> OpenColumns:
@@ -84,3 +106,28 @@ def open_columns(step: GroupStep, opened: GroupStep) -> OpenColumns:
 
 def _positions(spans: list[tuple[int, int]]) -> Ints:
     return np.concatenate([np.arange(start, stop) for start, stop in spans]).astype(np.int64)
+
+
+def _open_rows(opened: PagedKVMetadata, places: OpenColumns) -> tuple[mx.array, mx.array]:
+    """K and V of the open columns ``(batch, kv_heads, columns, head_dim)``; zeros for padding."""
+    pages = opened.pages
+    if pages.copy_out is not None:
+        return pages.copy_out(opened, places.spans)
+    page_ids, slots = places.index
+    held = places.valid.transpose(0, 1, 3, 2)
+    copies = []
+    for side in pages.readable():
+        if side.shape[3]:
+            copies.append(mx.where(held, side[page_ids, :, slots].transpose(0, 2, 1, 3), 0))
+        else:  # mlx can't index an array without elements
+            copies.append(mx.zeros((page_ids.shape[0], side.shape[1], page_ids.shape[1], 0), side.dtype))
+    pages.note_read(*copies)
+    return copies[0], copies[1]
+
+
+def _whole_mask(step: GroupStep, mask: str | None) -> mx.array:
+    """A mask of one row, given by name or not at all, as an array over all columns."""
+    columns = column_count(step)
+    if mask is None:
+        return mx.ones((1, 1, step.width, columns), dtype=mx.bool_)
+    return causal_array(step.width, columns - step.width, None)
