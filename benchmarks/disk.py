@@ -93,9 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         figures = statistics.median(ordered), ordered[int(0.95 * len(ordered))], statistics.median(first)
         table.add_row(way, *(f"{figure:.2f}" for figure in figures))
         results[way] = dict(zip(("decode p50 ms", "decode p95 ms", "prompt p50 ms"), figures, strict=True))
-    console.print(
-        f"BLAS {BLAS.name}; {evicted} tokens gave way in a round, {written / 1e6:.1f} MB are on disk after it"
-    )
+    console.print(f"BLAS {BLAS.name}; {evicted} tokens gave way in a round, {written / 1e6:.1f} MB on disk")
     console.print(table)
     ratio = results["to disk"]["decode p50 ms"] / results["memory only"]["decode p50 ms"]
     console.print(f"a decode step takes x{ratio:.2f} while pages are written")

@@ -98,7 +98,7 @@ class GatherBackend:
         sinks: mx.array | None,
         softcap: float | None = None,
     ) -> mx.array:
-        """Attention of ``queries`` by mlx over copies of each row's tokens: ``(batch, query_heads, tokens, value_dim)``.
+        """Attention by mlx over copies of each row's tokens, ``(batch, query_heads, tokens, value_dim)``.
 
         Rows of unlike length are divided, so that padding stays small.
         """
