@@ -9,7 +9,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER / "benchmarks.md"
-DATA = FOLDER / "data" / "smollm2-linux-quick.json"
+DATA = FOLDER / "data" / "smollm2-linux.json"
 MARKED = re.compile(r"(<!-- figures -->\n).*(<!-- /figures -->)", re.DOTALL)
 
 STYLE = """<style>
@@ -25,7 +25,7 @@ CHARTS = {"bench-memory": ("K/V memory: ", 1), "bench-throughput": ("Throughput"
 
 def tables(results: dict[str, Any]) -> str:
     """Everything between the page's markers."""
-    from tinykv_plugin.bench.results import against_stock, differing, losing, not_run
+    from tinykv_plugin.bench.results import against_stock, differing, losing, not_run, shown
     from tinykv_plugin.units import format_bytes
 
     machine = results["machine"]
@@ -35,7 +35,7 @@ def tables(results: dict[str, Any]) -> str:
     )
     lines = [facts, "", "| case | quantity | way | stock | paged | ratio |", "| --- | --- | --- | ---: | ---: | ---: |"]
     lines += [
-        f"| {figure.case} | {figure.quantity} | {figure.way} | {base:,.3g} | {figure.value:,.3g} | x{factor:.2f} |"
+        f"| {figure.case} | {figure.quantity} | {figure.way} | {shown(base)} | {shown(figure.value)} | x{factor:.2f} |"
         for figure, base, factor in against_stock(results)
     ]
     wrong = differing(results)
