@@ -17,8 +17,9 @@ from .pages import LayerPages
 from .step import GroupStep
 
 if TYPE_CHECKING:
-    from .protocols import GatheringBackend
+    from .protocols import AttentionBackend, GatheringBackend
     from .sequence import PagedSequence
+    from .table import PageTable
 
 
 def open_step(kept: GroupStep) -> GroupStep:
@@ -72,7 +73,7 @@ def _tokens_before(gather: GatheringBackend, kept: PagedKVMetadata, row: int) ->
     """K and V ``(1, kv_heads, tokens, head_dim)`` from before the step that a row's queries read here, if any."""
     step = kept.step
     start, first = step.starts[row], _firsts(step)[row]
-    if start == first * step.page_size:
+    if start == first * step.page_size or not step.query_lens[row]:
         return None
     before = step.cached(
         ("before", row),
@@ -98,31 +99,40 @@ def _as_pages(
     )
 
 
-def refill(rows: Sequence[PagedSequence]) -> None:
-    """Put into each row's open pages, which are its own and empty, what its quantized pages hold of these tokens.
+def refill(reopened: Sequence[tuple[PagedSequence, Sequence[int]]]) -> None:
+    """Put into open pages of some rows, these logical ones, what the quantized pages hold of their tokens.
 
-    Of tokens that came before more than ``rewind`` others nothing else is left.
+    Of tokens that came before more than ``rewind`` others nothing else is left. The pages are the row's own and empty.
     """
-    for row in rows:
+    for row, logicals in reopened:
+        table = row.tables[-1].only(logicals)
         for layer in row.session.layers:
             pages = layer.pages
             if pages is not None and pages.open is not None:
-                closed, opened = row.tables[layer.group], row.tables[-1]
-                # What a window has dropped is not read.
-                first = max(opened.retention.first_needed(row.tokens) // opened.page_size, closed.dropped)
-                count = row.tokens - first * opened.page_size
-                step = GroupStep([closed.view(first)], [count], [1], 1)
-                found = pages.spec.decode(*row.session.gather.stored(PagedKVMetadata(pages, step)))
-                mx.eval(found)  # a pending read would have the next write copy the pool
-                write_open(row, row.tokens, pages.open, *found)
+                for first, stop in _held(row.tables[layer.group], logicals[0], row.tokens):
+                    start = first * table.page_size
+                    step = GroupStep([row.tables[layer.group].view(first)], [stop - start], [1], 1)
+                    found = pages.spec.decode(*row.session.gather.stored(PagedKVMetadata(pages, step)))
+                    mx.eval(found)  # a pending read would have the next write copy the pool
+                    write_open(row.session.writer, table, stop, pages.open, *found)
 
 
-def write_open(row: PagedSequence, tokens: int, pages: LayerPages, keys: mx.array, values: mx.array) -> None:
-    """Put the newest of a row's ``tokens`` tokens, which K and V ``(1, kv_heads, …)`` end with, into its open pages."""
-    table = row.tables[-1]
-    first = table.retention.first_needed(tokens) // table.page_size
-    held = tokens - first * table.page_size
-    count = min(held, keys.shape[2])
-    if count:
-        step = GroupStep([table.view(first)], [held], [count], count)
-        row.session.writer.write(PagedKVMetadata(pages, step), keys[:, :, -count:], values[:, :, -count:])
+def _held(closed: PageTable, first: int, tokens: int) -> list[tuple[int, int]]:
+    """What a group's quantized pages still hold of ``tokens`` tokens, from the logical page ``first`` on.
+
+    As first logical pages and the positions at which the tokens from there end.
+    """
+    if closed.dropped <= first:
+        return [(first, tokens)]
+    kept = min(closed.retention.keep, tokens)
+    return [*([(0, kept)] if kept > first * closed.page_size else []), (closed.dropped, tokens)]
+
+
+def write_open(
+    writer: AttentionBackend, table: PageTable, stop: int, pages: LayerPages, keys: mx.array, values: mx.array
+) -> None:
+    """Put K and V ``(1, kv_heads, tokens, …)`` of the tokens before position ``stop`` into the open pages there are."""
+    count = min(stop - table.dropped * table.page_size, keys.shape[2])
+    if count > 0:
+        step = GroupStep([table], [stop], [count], count)
+        writer.write(PagedKVMetadata(pages, step), keys[:, :, -count:], values[:, :, -count:])

@@ -69,7 +69,7 @@ def _reserve(
     try:
         plans = [_plan(pool, group, rows, query_lens) for group, pool in enumerate(pools)]
         needed = [count for _, count in plans]
-        reopened = [row for row in rows if row.tables and row.tables[-1].missing(row.tokens)]
+        reopened = [(row, gone) for row in rows if row.tables and (gone := row.tables[-1].missing(row.tokens))]
         if not find_room(pools, needed, last_try):
             return None
         fresh = allocate_each(pools, needed)
@@ -117,7 +117,7 @@ def _extend(writing: Writing, fresh: list[int]) -> tuple[list[int], list[int]]:
         if missing:
             table.put_back(missing, fresh[taken : taken + len(missing)])
             taken += len(missing)
-        elif table.tail_shared(tokens) is not None:
+        if table.tail_shared(tokens) is not None:
             targets.append(fresh[taken])
             sources.append(table.replace(tokens // table.page_size, fresh[taken]))
             taken += 1

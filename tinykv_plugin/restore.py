@@ -62,15 +62,15 @@ def fill(session: PagedSession, row: PagedSequence, tokens: int, held: Mapping[i
                 if held[layer.index].stored:
                     target = pages_of(layer)
                     tail = held[layer.index].tail
-                    exact = tail is not None and is_tail(target.spec, tail, keys, values)
+                    exact = tail is not None and stop == tokens and is_tail(target.spec, tail, keys, values)
                     full = tail if tail is not None and exact else target.spec.decode(keys, values)
                 else:
                     target = pages_for(session, layer, keys, values)
                     full = keys, values
                     keys, values = target.spec.encode(keys, values)
                 session.writer.write(PagedKVMetadata(target, step), keys, values)
-                if target.open is not None and stop == tokens:
-                    write_open(row, tokens, target.open, *full)
+                if target.open is not None:
+                    write_open(session.writer, row.tables[-1], stop, target.open, *full)
     except BaseException:
         session.journal.rollback(savepoint)
         raise

@@ -132,14 +132,11 @@ class GroupStep:
             slots: HostArray = pages[starts + positions // size] * size + positions % size
             return slots[:, None]
         slots = np.full((len(self.tables), self.width), -1, dtype=np.int32)
-        for row, start, context, query, table in zip(
-            slots, starts, self.context_lens, self.query_lens, self.tables, strict=True
-        ):
-            # An open page is kept of the last tokens only.
-            left_out = table.dropped * size - (context - query) if table.retention.page else 0
-            left_out = max(0, min(query, left_out))
-            positions = np.arange(context - query + left_out, context, dtype=np.int32)
-            row[left_out:query] = pages[start + positions // size] * size + positions % size
+        for row, start, context, query in zip(slots, starts, self.context_lens, self.query_lens, strict=True):
+            positions = np.arange(context - query, context, dtype=np.int32)
+            held = pages[start + positions // size]
+            # Open pages aren't kept of all tokens.
+            row[:query] = np.where(held < 0, -1, held * size + positions % size)
         return slots
 
     def _rows(self) -> BlockTable:

@@ -156,7 +156,17 @@ class PageTable:
             self.pages[logical] = page
         self.dropped = min(self.dropped, first)
         self.held_from = min(self.held_from, first)
+        self._reach_back()
         self.floor = min(self.floor, first * self.page_size)
+
+    def only(self, logicals: Sequence[int]) -> PageTable:
+        """A table of these pages alone, for filling them: it holds no page."""
+        only = self.view(0)
+        only.pages = array("i", [-1]) * len(self.pages)
+        for logical in logicals:
+            only.pages[logical] = self.pages[logical]
+        only.dropped = logicals[0]
+        return only
 
     def pages_to_add(self, tokens: int) -> int:
         """New pages needed to hold those of ``tokens`` tokens that are kept, at least the last one."""
@@ -237,11 +247,16 @@ class PageTable:
             return
         cut = self.pages[length:]
         self.revision += 1
-        self._changed(self._undo_truncate, cut, self.dropped, self.held_from)
+        self._changed(self._undo_truncate, cut, self.dropped, self.held_from, self.floor)
         del self.pages[length:]
         self._allocator.release([page for page in cut if page >= 0])
         self.dropped = min(self.dropped, length)
         self.held_from = min(self.held_from, length)
+        self.floor = min(self.floor, tokens)
+        self._reach_back()
+
+    def _reach_back(self) -> None:
+        """Pages that :meth:`leave_out` has left before a gap are no longer dropped once there is none."""
         while self.dropped > self.held_from and self.pages[self.dropped - 1] >= 0:
             self.dropped -= 1
 
@@ -289,6 +304,6 @@ class PageTable:
     def _undo_append(self, length: int) -> None:
         del self.pages[length:]
 
-    def _undo_truncate(self, pages: array[int], dropped: int, held_from: int) -> None:
+    def _undo_truncate(self, pages: array[int], dropped: int, held_from: int, floor: int) -> None:
         self.pages.extend(pages)
-        self.dropped, self.held_from = dropped, held_from
+        self.dropped, self.held_from, self.floor = dropped, held_from, floor

@@ -33,9 +33,10 @@ class Admission:
         pages = []
         for group in self._groups:
             if group.open:
-                # The page being filled and what a trim may lead back into, before a step and after it; or all of them.
+                # The page being filled and what a trim may lead back into, after a step; and before it, perhaps with
+                # all pages until a trim can't lead back into what is read in full precision.
                 spare = 1 + -(-self._session.rewind // group.page_size)
-                kept = spare + max(spare, -(-self._session.kv_format.start // group.page_size))
+                kept = spare + max(spare, -(-(self._session.kv_format.start + self._session.rewind) // group.page_size))
                 pages.append(min(-(-tokens // group.page_size), kept))
                 continue
             window = group.window or max_kv_size
