@@ -85,7 +85,8 @@ def load_prompt_cache(
         ) from None
     if header is not None:
         del metadata[KEY]
-        cache = LoadedCache(cache, header.model, read_tails(os.fspath(file_name)))
+        ends = [getattr(leaf, "offset", 0) for leaf in layout.leaves(cache)]
+        cache = LoadedCache(cache, header.model, read_tails(os.fspath(file_name), ends))
     if kv is not None:
         adopt(cache, kv, file_name)
     return (cache, metadata) if return_metadata else cache

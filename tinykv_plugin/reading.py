@@ -47,14 +47,18 @@ def stored_tokens(session: PagedSession, layer: PagedLayer, row: PagedSequence) 
     return keys, values
 
 
-def open_tokens(session: PagedSession, layer: PagedLayer, row: PagedSequence) -> tuple[mx.array, mx.array] | None:
+def open_tokens(
+    session: PagedSession, layer: PagedLayer, row: PagedSequence, rewind: bool = False
+) -> tuple[mx.array, mx.array] | None:
     """Copies of the newest tokens in a layer's open pages, as the model made them, that the next token reads.
 
-    None if the layer has no such pages, or these hold nothing.
+    With ``rewind`` also those that are kept for a rewind. None if the layer has no such pages, or these hold nothing.
     """
     pages = layer.pages.open if layer.pages is not None else None
     tokens, table = row.offset(layer.bit), row.tables[-1]
     first = table.retention.first_needed(tokens) // table.page_size
+    if rewind:
+        first = min(first, max(table.dropped, table.retention.first_kept(tokens) // table.page_size))
     count = tokens - first * table.page_size
     if pages is None or not count or table.missing(tokens):
         return None

@@ -12,7 +12,7 @@ from .compaction import provide_room
 from .laying_out import pages_for
 from .metadata import PagedKVMetadata
 from .open_page import write_open
-from .open_tails import is_tail
+from .open_tails import Tail, as_made
 from .pool import allocate_each
 from .reading import pages_of
 from .step import GroupStep
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 class HeldTokens:
     """What one layer has of a saved sequence: spans of K and V ``(1, kv_heads, tokens, …)`` by their end.
 
-    K and V are as the model made them or, ``stored``, as the pages hold them; ``tail`` are the newest ones as the model
-    made them, for an open page. ``first`` is the oldest position of the last span; earlier spans are tokens a size
+    K and V are as the model made them or, ``stored``, as the pages hold them; ``tail`` has the newest ones as the model
+    made them, for open pages. ``first`` is the oldest position of the last span; earlier spans are tokens a size
     limit keeps.
     """
 
     first: int
     spans: Sequence[tuple[int, mx.array, mx.array]]
     stored: bool = False
-    tail: tuple[mx.array, mx.array] | None = None
+    tail: Tail | None = None
 
 
 def fill(session: PagedSession, row: PagedSequence, tokens: int, held: Mapping[int, HeldTokens]) -> None:
@@ -44,7 +44,7 @@ def fill(session: PagedSession, row: PagedSequence, tokens: int, held: Mapping[i
     """
     session.enter()
     floors = [
-        table.retention.first_needed(tokens)
+        table.retention.first_kept(tokens)
         if table.retention.page
         else max(held[layer.index].first for layer in session.layers if layer.group == group)
         for group, table in enumerate(row.tables)
@@ -61,9 +61,7 @@ def fill(session: PagedSession, row: PagedSequence, tokens: int, held: Mapping[i
                 step = GroupStep([row.tables[layer.group]], [stop], [count], count)
                 if held[layer.index].stored:
                     target = pages_of(layer)
-                    tail = held[layer.index].tail
-                    exact = tail is not None and stop == tokens and is_tail(target.spec, tail, keys, values)
-                    full = tail if tail is not None and exact else target.spec.decode(keys, values)
+                    full = as_made(target.spec, stop, (keys, values), held[layer.index].tail)
                 else:
                     target = pages_for(session, layer, keys, values)
                     full = keys, values
