@@ -35,6 +35,10 @@ def save_prompt_cache(file_name: str | os.PathLike[str], cache: Sequence[Any], m
     ``metadata`` is a dict of strings stored along, as in mlx-lm. The file says which version it is of, which weights it
     was computed by, and has a checksum.
     """
+    for leaf in layout.leaves(cache):
+        if isinstance(leaf, PagedKVCache):
+            with leaf._session.lock:
+                leaf._row.heal()  # what a pass that broke off has left in some layers is not saved
     dense = layout.replace_leaves(
         cache,
         {index: _dense(leaf) for index, leaf in enumerate(layout.leaves(cache))},

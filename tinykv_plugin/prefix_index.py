@@ -72,6 +72,9 @@ class PrefixIndex:
         node = self.tree.root(salt)
         data = token_bytes(tokens[:count])
         added: list[PrefixNode] = []
+        # An open page has what all other groups have.
+        filled = max(table.floor for table in row.tables) if row.tables else 0
+        floors = [filled if table.retention.page else table.floor for table in row.tables]
         for logical in range(-(-count // size)):
             key = data[logical * step : (logical + 1) * step]
             child = node.children.get(key)
@@ -93,6 +96,8 @@ class PrefixIndex:
             for group, table in enumerate(row.tables):
                 if table.retention.page and len(key) == step and (logical + 1) * size > table.retention.start:
                     continue  # nobody continues inside a full page
+                if logical >= table.kept_pages and logical * size < floors[group]:
+                    continue  # not whole
                 page = table.pages[logical]
                 if child.pages[group] < 0 <= page:
                     self._session.pools[group].allocator.keep(page)

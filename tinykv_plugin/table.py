@@ -37,8 +37,11 @@ class Retention:
         return 0 if self.window is None else max(0, tokens - max(1, self.window - self.keep) + 1)
 
     def first_kept(self, tokens: int) -> int:
-        """The oldest position (after the kept ones) that is still there when the next token's is ``tokens``."""
-        return self.first_needed(max(0, tokens - self.rewind))
+        """The oldest position (after the kept ones) that is still there when the next token's is ``tokens``.
+
+        What the last token has read is there in any case: a pass that breaks off leaves what a file would have.
+        """
+        return self.first_needed(max(0, tokens - (self.rewind if self.window is None else max(1, self.rewind))))
 
 
 class PageTable:

@@ -151,6 +151,37 @@ def test_a_file_has_what_a_rewind_leads_back_into(kind: str, page_size: int, tmp
         kv.check()
 
 
+@pytest.mark.parametrize("start", [0, 60])
+def test_a_page_that_a_file_has_filled_in_part_is_not_stored(start: int, tmp_path: Path) -> None:
+    """The file has what a window of 8 tokens still needs; earlier tokens of its first page are not there."""
+    model, file = wide("gemma3_text"), str(tmp_path / "cache.safetensors")
+    with attach(model, page_size=8, quantized_start=start) as kv:
+        cache = make_prompt_cache(model)
+        logits(model, TOKENS[:20], cache)
+        tinykv.save_prompt_cache(file, cache)
+        loaded = tinykv.load_prompt_cache(file, kv=kv)
+        kv.prefix_cache.insert(TOKENS[:20], loaded)
+        if start:
+            kv.prefix_cache.insert(TOKENS[:20], cache)  # whose pages for the window are whole
+        for count in (16, 18):
+            found, rest = kv.prefix_cache.fetch([*TOKENS[:count], *NEXT])
+            got = logits(model, rest, found)[-len(NEXT) :]
+            assert largest_difference(got, cold(model, TOKENS[:count])) < CLOSE
+        kv.check()
+
+
+def test_a_pass_that_breaks_off_leaves_what_a_file_needs(tmp_path: Path) -> None:
+    model, file = wide("gemma3_text"), str(tmp_path / "cache.safetensors")
+    with attach(model, page_size=1, rewind=0) as kv:
+        cache = make_prompt_cache(model)
+        logits(model, TOKENS[:20], cache)
+        cache[0].update_and_fetch(mx.zeros((1, 2, 1, 32)), mx.zeros((1, 2, 1, 32)))
+        tinykv.save_prompt_cache(file, cache)
+        loaded = tinykv.load_prompt_cache(file, kv=kv)
+        assert largest_difference(logits(model, NEXT, loaded), cold(model, TOKENS[:20])) < CLOSE
+        kv.check()
+
+
 def test_open_tokens_of_a_file_count_where_the_cache_still_has_them(tmp_path: Path) -> None:
     """mlx-lm has changed the loaded cache before it is put into pages."""
     model, file = wide(), str(tmp_path / "cache.safetensors")
