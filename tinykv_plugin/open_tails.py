@@ -16,7 +16,7 @@ from .reading import open_tokens
 
 @dataclass(frozen=True)
 class Tail:
-    """K and V ``(1, kv_heads, tokens, head_dim)`` of a layer's tokens before position ``end``, as the model made them."""
+    """K and V ``(1, kv_heads, tokens, head_dim)`` of the tokens before position ``end``, as the model made them."""
 
     end: int
     keys: mx.array
