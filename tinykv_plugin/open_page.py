@@ -105,6 +105,7 @@ def refill(reopened: Sequence[tuple[PagedSequence, Sequence[int]]]) -> None:
     Of tokens that came before more than ``rewind`` others nothing else is left. The pages are the row's own and empty.
     """
     for row, logicals in reopened:
+        row.note_rounded(row.tokens)
         table = row.tables[-1].only(logicals)
         for layer in row.session.layers:
             pages = layer.pages

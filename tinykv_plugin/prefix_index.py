@@ -60,7 +60,7 @@ class PrefixIndex:
         way. Returns how many tokens are stored. Raises CacheStateError, with nothing changed, if the pages are stored
         for other tokens.
         """
-        count = min(len(tokens), row.tokens)
+        count = min(len(tokens), row.exact_tokens)
         size, step = self.tree.page_size, self.tree.page_size * TOKEN_BYTES
         if not tail:
             count -= count % size
@@ -96,6 +96,8 @@ class PrefixIndex:
             for group, table in enumerate(row.tables):
                 if table.retention.page and len(key) == step and (logical + 1) * size > table.retention.start:
                     continue  # nobody continues inside a full page
+                if table.retention.page and row.rounded_from is not None:
+                    continue
                 if logical >= table.kept_pages and logical * size < floors[group]:
                     continue  # not whole
                 page = table.pages[logical]

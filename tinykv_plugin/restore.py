@@ -69,6 +69,8 @@ def fill(session: PagedSession, row: PagedSequence, tokens: int, held: Mapping[i
                 session.writer.write(PagedKVMetadata(target, step), keys, values)
                 if target.open is not None:
                     write_open(session.writer, row.tables[-1], stop, target.open, *full)
+                    if held[layer.index].stored and held[layer.index].tail is None and tokens % target.page_size:
+                        row.note_rounded(tokens)
     except BaseException:
         session.journal.rollback(savepoint)
         raise

@@ -34,6 +34,7 @@ class PagedSequence:
         "growing",
         "layers",
         "lost",
+        "rounded_from",
         "session",
         "slots",
         "step",
@@ -60,6 +61,9 @@ class PagedSequence:
         self.batch: RunningBatch | None = None  # that it was last in
         # A pass broke off: layers without pages may have gone on further than ``tokens``.
         self.broken = False
+        # Tokens there were when open pages were filled with rounded ones: from their page on, K/V are not those that
+        # the same tokens have elsewhere.
+        self.rounded_from: int | None = None
         # Its pages hold nothing any more: see unfinished.py.
         self.lost = False
         self._forks: list[tuple[str, weakref.ref[PagedSequence]]] = []
@@ -83,6 +87,17 @@ class PagedSequence:
         limits = [table.retention.window for table in self.tables if table.retention.keep]
         return limits[0] if limits else None
 
+    @property
+    def exact_tokens(self) -> int:
+        """Tokens, whole pages, whose K/V depend on nothing but the tokens themselves."""
+        if self.rounded_from is None:
+            return self.tokens
+        return self.rounded_from - self.rounded_from % self.tables[0].page_size
+
+    def note_rounded(self, tokens: int) -> None:
+        """Open pages were filled with rounded tokens when there were so many."""
+        self.rounded_from = tokens if self.rounded_from is None else min(self.rounded_from, tokens)
+
     def heal(self) -> None:
         """Bring all layers to the same length after a pass or a trim that reached only some of them.
 
@@ -105,6 +120,8 @@ class PagedSequence:
         self.trims = {}
         self.tokens = tokens
         self.lost = self.lost and tokens > 0
+        if self.rounded_from is not None and tokens <= self.exact_tokens:
+            self.rounded_from = None
         for group, table in enumerate(self.tables):
             if -(-tokens // table.page_size) < len(table.pages):
                 self.own(group).truncate(tokens)
@@ -171,6 +188,7 @@ class PagedSequence:
             fork.tokens = self.tokens
             fork.broken = self.broken
             fork.lost = self.lost
+            fork.rounded_from = self.rounded_from
             self.slots = 0  # the tail page is shared from now on
             for table in self.tables:
                 table.holders += 1

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
-from models import largest_difference, logits, prompt, shared
+from models import greedy, largest_difference, logits, prompt, shared
 
 import tinykv_plugin as tinykv
 from tinykv_plugin.batching.admission import Admission
@@ -197,4 +197,26 @@ def test_open_tokens_of_a_file_count_where_the_cache_still_has_them(tmp_path: Pa
             adopt(loaded, kv)
         assert largest_difference(logits(model, NEXT, trimmed), cold(model, TOKENS[:21])) < CLOSE
         assert largest_difference(logits(model, NEXT, changed), cold(model, [*TOKENS[:21], *NEXT, *NEXT])) < 3
+        kv.check()
+
+
+@pytest.mark.parametrize("start", [0, 40])
+def test_rounded_tokens_of_a_long_trim_are_not_stored(start: int) -> None:
+    """Otherwise who continues them would get other answers than one who runs the prompt."""
+    model = shared("llama", head_dim=32, num_hidden_layers=2)
+    with tinykv.attach(model, page_size=8, bits=4, rewind=2, quantized_start=start) as kv:
+        run = [*prompt(60)[:45], 3, 4]
+        cold = greedy(model, [*run, 5], 8)
+        cache = make_prompt_cache(model)
+        logits(model, prompt(60), cache)
+        trim_prompt_cache(cache, 15)
+        logits(model, [3, 4], cache)
+        assert kv.prefix_cache.insert(run, cache) == 40, "the pages before the one that was rounded"
+        found, rest = kv.prefix_cache.fetch([*run, 5])
+        assert len(rest) == 8
+        assert greedy(model, rest, 8, cache=found) == cold
+        # Behind a trim to before it they are as the model makes them.
+        trim_prompt_cache(cache, 7)
+        logits(model, run[40:], cache)
+        assert kv.prefix_cache.insert(run, cache) == 47
         kv.check()
