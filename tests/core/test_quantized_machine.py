@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import mlx.core as mx
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from models import shared
 
@@ -149,4 +149,6 @@ class LateMachine(QuantizedMachine):
 
 TestQuantized = QuantizedMachine.TestCase
 TestLate = LateMachine.TestCase
-TestQuantized.settings = TestLate.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
+TestQuantized.settings = TestLate.settings = settings(
+    max_examples=15, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.filter_too_much]
+)

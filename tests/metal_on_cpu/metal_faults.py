@@ -368,12 +368,6 @@ FAULTS: dict[str, tuple[Any, Replace, type[AssertionError], str]] = {
         KernelError,
         "OUT OF BOUNDS: buffer 'key_pages'",
     ),
-    "open: page ids of the others": (
-        attend_open,
-        Replace("attend", "open_page_ids[open_start + first / PAGE]", "page_ids[start + first / PAGE]"),
-        WrongNumbersError,
-        "",
-    ),
     "open: page ids of the others, in tiles": (
         attend_open_sets,
         Replace("attend", "open_page_ids[open_start + position / PAGE]", "page_ids[start + position / PAGE]"),
