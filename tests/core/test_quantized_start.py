@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from mlx_lm.models import cache as mlx_cache
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
-from models import batched, greedy, largest_difference, logits, prompt, shared
+from models import batched, greedy, largest_difference, logits, make, prompt, shared
 from rounding import generated, open_pages, placed
 
 import tinykv_plugin as tinykv
@@ -125,6 +127,25 @@ def test_preempted_rows_get_what_they_get_alone() -> None:
         assert [found[one] for one in ids] == solo
         del generator
         kv.check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "start"), [("llama", 4, 0), ("llama", 8, 20), ("gemma3_text", 4, 23), ("qwen3_next", 4, 23)]
+)
+def test_drafts_that_are_taken_back_change_nothing(kind: str, bits: int, start: int) -> None:
+    model, draft = wide(kind), make("llama", seed=5, head_dim=32, num_hidden_layers=1)
+    fields: dict[str, Any] = {"page_size": 4, "bits": bits, "quantized_start": start, "rewind": 24}
+    with tinykv.attach(model, **fields) as kv, tinykv.attach(draft, budget_of=kv, **fields) as draft_kv:
+        # Looked up now: while a model is attached, the loop is ours.
+        speculative_generate_step = importlib.import_module("mlx_lm.generate").speculative_generate_step
+        expected = greedy(model, prompt(17), 24)
+        for chunk in (2048, 5):
+            steps = speculative_generate_step(
+                mx.array(prompt(17)), model, draft, num_draft_tokens=5, max_tokens=24, prefill_step_size=chunk
+            )
+            assert [int(token) for token, *_ in steps] == expected
+        kv.check()
+        draft_kv.check()
 
 
 def test_full_precision_goes_once_it_is_not_read_any_more() -> None:
