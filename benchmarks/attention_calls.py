@@ -21,8 +21,9 @@ from tinykv_plugin.metadata import PagedKVMetadata
 from tinykv_plugin.pages import LayerPages, LayerSpec
 from tinykv_plugin.pool import FULL_PRECISION
 from tinykv_plugin.protocols import AttentionRequest
+from tinykv_plugin.retention import Retention
 from tinykv_plugin.step import GroupStep
-from tinykv_plugin.table import PageTable, Retention
+from tinykv_plugin.table import PageTable
 
 COLD_BYTES = 256 << 20
 

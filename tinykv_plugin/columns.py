@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from .masks import prior_tokens
 from .metadata import int32
@@ -35,6 +36,11 @@ def visible(step: GroupStep, row: int) -> list[tuple[int, int]]:
     kept = min(step.keep, prior)
     newest = start - prior + kept
     return [(newest - kept, context)] if newest == kept else [(0, kept), (newest, context)]
+
+
+def positions(step: GroupStep, row: int) -> npt.NDArray[np.int64]:
+    """:func:`visible`, position by position: what stands in a row's gathered columns."""
+    return np.concatenate([np.arange(start, stop) for start, stop in visible(step, row)])
 
 
 # Pages as runs (start, stop) of consecutive ids, or as an index array.
@@ -216,10 +222,7 @@ def page_columns(step: GroupStep) -> Columns:
 def token_columns(step: GroupStep) -> Columns:
     """With a window a row's columns start anywhere in a page: gathered token by token."""
     size = step.page_size
-    rows = [
-        np.concatenate([np.arange(start, stop) for start, stop in visible(step, row)])
-        for row in range(len(step.tables))
-    ]
+    rows = [positions(step, row) for row in range(len(step.tables))]
     columns = column_count(step)
     page_ids = np.zeros((len(rows), columns), dtype=np.int32)
     slots = np.zeros_like(page_ids)

@@ -10,7 +10,7 @@ from mlx_lm.models import cache as mlx_cache
 from .errors import ConfigError
 from .hookspecs import hookimpl
 from .protocols import AttachContext, CacheProvider, CacheSession, LayerPlan
-from .session import KEPT_TOKENS
+from .retention import KEPT_TOKENS
 from .stats import PoolStats
 
 

@@ -6,14 +6,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
-from .columns import column_count, visible
+from .columns import column_count, positions, visible
 from .masks import causal_array
 from .metadata import PagedKVMetadata, int32
 from .step import GroupStep
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -71,23 +68,23 @@ def open_columns(step: GroupStep, opened: GroupStep) -> OpenColumns:
     """The open columns of ``step``, whose open pages are those of ``opened``."""
     size = step.page_size
     spans, places = [], []
-    all_positions = [_positions(visible(step, row)) for row in range(len(step.tables))]
-    columns = max(1, max(len(positions) for positions in all_positions))
+    seen = [positions(step, row) for row in range(len(step.tables))]
+    columns = max(1, max(len(held) for held in seen))
     own = np.zeros((len(step.tables), 1, step.width, columns), dtype=bool)
-    for row, (positions, start, count) in enumerate(zip(all_positions, step.starts, step.query_lens, strict=True)):
+    for row, (held, start, count) in enumerate(zip(seen, step.starts, step.query_lens, strict=True)):
         first = opened.tables[row].retention.first_needed(start)
         parts = [(max(a, first), b) for a, b in visible(step, row) if b > first] if count else []
         spans.append(parts or [(0, 0)])
-        places.append(np.flatnonzero(positions >= first) if count else positions[:0])
+        places.append(np.flatnonzero(held >= first) if count else held[:0])
         queries = np.arange(start, start + count)[:, None]
-        from_first = (queries < opened.tables[row].retention.start) & (positions[None] < queries)
-        own[row, 0, :count, : len(positions)] = from_first | (positions[None] // size == queries // size)
+        from_first = (queries < opened.tables[row].retention.start) & (held[None] < queries)
+        own[row, 0, :count, : len(held)] = from_first | (held[None] // size == queries // size)
     widest = max(1, max(len(found) for found in places))
     index = np.zeros((3, len(spans), widest), dtype=np.int32)
     valid = np.zeros((len(spans), 1, 1, widest), dtype=bool)
-    for row, (found, positions, table) in enumerate(zip(places, all_positions, opened.tables, strict=True)):
-        index[0, row, : len(found)] = np.asarray(table.pages, dtype=np.int32)[positions[found] // size]
-        index[1, row, : len(found)] = positions[found] % size
+    for row, (found, held, table) in enumerate(zip(places, seen, opened.tables, strict=True)):
+        index[0, row, : len(found)] = np.asarray(table.pages, dtype=np.int32)[held[found] // size]
+        index[1, row, : len(found)] = held[found] % size
         index[2, row, : len(found)] = found
         valid[row, ..., : len(found)] = True
     cut = None
@@ -102,10 +99,6 @@ def open_columns(step: GroupStep, opened: GroupStep) -> OpenColumns:
         mx.array(own),
         cut,
     )
-
-
-def _positions(spans: list[tuple[int, int]]) -> Ints:
-    return np.concatenate([np.arange(start, stop) for start, stop in spans]).astype(np.int64)
 
 
 def _open_rows(opened: PagedKVMetadata, places: OpenColumns) -> tuple[mx.array, mx.array]:

@@ -27,6 +27,8 @@ def open_step(kept: GroupStep) -> GroupStep:
 
     The latter are numbered row by row, as many for each, from the first page that a row's queries read on.
     """
+    if kept.width == 1:
+        return kept  # the page that is being filled is always there
     size, firsts = kept.page_size, _firsts(kept)
     if all(table.dropped <= first for table, first in zip(kept.tables, firsts, strict=True)):
         return kept
@@ -57,22 +59,30 @@ def pages_to_read(
 
 
 def _firsts(step: GroupStep) -> list[int]:
-    """The first logical page that each row's queries read."""
-    return [
-        table.retention.first_needed(start) // step.page_size
-        for table, start in zip(step.tables, step.starts, strict=True)
-    ]
+    """The first logical page that each row's queries read; worked out once for all layers."""
+    return step.cached(
+        "firsts",
+        lambda: [
+            table.retention.first_needed(start) // step.page_size
+            for table, start in zip(step.tables, step.starts, strict=True)
+        ],
+    )
 
 
 def _pages_a_row(step: GroupStep) -> int:
-    pages = [-(-end // step.page_size) - first for first, end in zip(_firsts(step), step.context_lens, strict=True)]
-    return max(1, *pages)
+    """Pages of the row that reads most; worked out once for all layers."""
+    ends = step.context_lens
+    return step.cached(
+        "pages a row",
+        lambda: max(1, *(-(-end // step.page_size) - first for first, end in zip(_firsts(step), ends, strict=True))),
+    )
 
 
 def _tokens_before(gather: GatheringBackend, kept: PagedKVMetadata, row: int) -> tuple[mx.array, mx.array] | None:
     """K and V ``(1, kv_heads, tokens, head_dim)`` from before the step that a row's queries read here, if any."""
     step = kept.step
-    start, first = step.starts[row], _firsts(step)[row]
+    first = _firsts(step)[row]
+    start = step.context_lens[row] - step.query_lens[row]
     if start == first * step.page_size or not step.query_lens[row]:
         return None
     before = step.cached(

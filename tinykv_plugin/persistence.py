@@ -18,9 +18,10 @@ from .file_header import KEY, FileHeader
 from .open_tails import Tails, add_to_file, named, read_tails, tails_of
 from .packed_cache import PackedKVCache, is_quantized, quantized_cache, stored_rows
 from .pages import LayerSpec
-from .reading import open_tokens, stored_tokens
+from .reading import held_positions, open_tokens, stored_tokens
 from .restore import HeldTokens, fill
-from .session import KEPT_TOKENS, PagedSession
+from .retention import KEPT_TOKENS
+from .session import PagedSession
 from .unused import UnusedCache
 from .whole_file import write_whole
 
@@ -175,7 +176,11 @@ def _dense(leaf: Any) -> Any:
     else:
         dense = mlx_cache.RotatingKVCache(max_size=retention.window, keep=retention.keep)
     if not leaf.empty():
-        dense.keys, dense.values = leaf.keys_and_values() if full is None else _newest(full, leaf)
+        if full is None:
+            dense.keys, dense.values = leaf.keys_and_values()
+        else:  # all tokens, of which mlx-lm's cache would hold those in reach
+            held = mx.array(held_positions(leaf._layer, leaf._row))
+            dense.keys, dense.values = (mx.take(side, held, axis=2) for side in full)
         dense.offset = leaf.offset
         if leaf._layer.chunk is not None:
             dense.start_position = leaf.offset - dense.keys.shape[2]
@@ -184,15 +189,6 @@ def _dense(leaf: Any) -> Any:
             dense.keys, dense.values = (_padded(side, count, retention.keep) for side in (dense.keys, dense.values))
             dense._idx = count
     return dense
-
-
-def _newest(sides: tuple[mx.array, mx.array], leaf: PagedKVCache) -> tuple[mx.array, mx.array]:
-    """Of all tokens those that a cache of mlx-lm would hold."""
-    held = leaf.keys_and_values()[0].shape[2]
-    retention = leaf._row.tables[leaf._layer.group].retention
-    kept = min(retention.keep, held) if held < leaf.offset else 0
-    columns = mx.array([*range(kept), *range(leaf.offset - (held - kept), leaf.offset)])
-    return mx.take(sides[0], columns, axis=2), mx.take(sides[1], columns, axis=2)
 
 
 def _padded(side: mx.array, count: int, keep: int) -> mx.array:

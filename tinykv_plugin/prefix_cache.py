@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from . import layout
 from .cache import PagedKVCache
 from .errors import CacheStateError
 from .fingerprint import ModelFingerprint
+from .prefix_attached import Attached
 from .prefix_counts import PrefixCounts
 from .prefix_cut import Cut, best_cut
 from .prefix_disk import PrefixDisk
@@ -26,20 +27,6 @@ if TYPE_CHECKING:
 
 
 NOT_LOADED = "it is on disk, and could not be loaded or had no room"
-
-
-@dataclass(frozen=True)
-class Attached:
-    """A new request's caches, which hold the first ``count`` tokens of its prompt; ``rest`` are to be run.
-
-    ``refused`` more tokens were stored but could not be used, for this ``reason``.
-    """
-
-    caches: list[Any]
-    rest: list[int]
-    count: int
-    refused: int
-    reason: str
 
 
 class PrefixCache:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from .prefix_tree import TOKEN_BYTES, Match, PrefixNode
-from .table import PageTable, Retention
+from .retention import Retention
+from .table import PageTable
 
 WINDOW = "a window has dropped what is behind it"
 PAGE = "the page in which it ends was not kept in the model's dtype"

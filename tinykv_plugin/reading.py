@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from .columns import positions
 from .errors import CacheStateError
 from .metadata import PagedKVMetadata, int32
 from .step import GroupStep
@@ -45,6 +46,14 @@ def stored_tokens(session: PagedSession, layer: PagedLayer, row: PagedSequence) 
         )
         mx.eval(keys, values)
     return keys, values
+
+
+def held_positions(layer: PagedLayer, row: PagedSequence) -> list[int]:
+    """The positions of the tokens that :func:`stored_tokens` copies."""
+    tokens, table = row.offset(layer.bit), row.tables[layer.group]
+    gap, keep = _gap(table, tokens), table.retention.keep
+    found = positions(GroupStep([table], [tokens], [1], 1), 0).tolist() if tokens else []
+    return [*found[:keep], *found[keep + gap :]]
 
 
 def open_tokens(

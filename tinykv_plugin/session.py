@@ -15,8 +15,8 @@ from . import __version__
 from .audit import audit
 from .cache import PagedKVCache
 from .distributed import agree_on_room
-from .errors import CacheStateError, ConfigError
-from .group_info import OPEN, GroupInfo
+from .errors import CacheStateError
+from .group_info import GroupInfo
 from .hookspecs import RequestFreed
 from .journal import Journal
 from .kv_format import KVFormat
@@ -32,20 +32,18 @@ from .prefix_disk import PrefixDisk
 from .prefix_store import PrefixStore
 from .protocols import AttachContext, AttentionBackend, LayerPlan
 from .reservation import reserve
+from .retention import Retention, retentions
 from .runner import Runner
 from .running_batch import RunningBatches
 from .separate_rows import guard
 from .sequence import PagedSequence
 from .stats import PoolStats, collect
 from .step import GroupStep, Step
-from .table import PageTable, Retention
+from .table import PageTable
 from .unfinished import LOST
 from .unused import UnusedCache
 
 log = logging.getLogger("tinykv")
-
-# Tokens at the start that a size limit keeps, as mlx-lm's make_prompt_cache does.
-KEPT_TOKENS = 4
 
 
 class PagedSession:
@@ -175,21 +173,8 @@ class PagedSession:
             guard(own[index], bool(self.separate))
 
     def retentions(self, max_kv_size: int | None) -> list[Retention]:
-        """What a request keeps in each group. mlx-lm's size limit keeps the first :data:`KEPT_TOKENS` tokens."""
-        if max_kv_size and max_kv_size <= KEPT_TOKENS:
-            raise ConfigError(
-                "max_kv_size",
-                f"{max_kv_size} is not allowed: more than the {KEPT_TOKENS} tokens always kept are needed",
-            )
-        limited = Retention(max_kv_size, KEPT_TOKENS, self.rewind) if max_kv_size else Retention()
-        return [
-            Retention(rewind=self.rewind, page=self.page_size, start=self.kv_format.start)
-            if name == OPEN
-            else limited
-            if window is None
-            else Retention(window, 0, self.rewind)
-            for name, window in self._plan.groups.items()
-        ]
+        """What a request keeps in each group. Raises ConfigError for a size limit that is too small."""
+        return retentions(self._plan.groups, max_kv_size, self.rewind, self.page_size, self.kv_format.start)
 
     def new_sequence(self, max_kv_size: int | None) -> PagedSequence:
         """An empty sequence for all layers."""

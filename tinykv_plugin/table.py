@@ -4,44 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from .allocator import PageAllocator
 from .errors import InvariantError
 from .journal import Journal
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Which tokens of a sequence can still be read.
-
-    ``window``: a query looks back on that many tokens, itself included (None: on all). ``keep``: the first tokens
-    stay whatever the window says. ``rewind``: tokens kept behind the window, so that a trim finds them.
-
-    ``page``: of an open group, where only the tokens of a query's own page of so many are read (0: no such group), and
-    by queries before position ``start`` all. Where a trim ends in pages that were dropped, these are made again from
-    what other groups hold.
-    """
-
-    window: int | None = None
-    keep: int = 0
-    rewind: int = 0
-    page: int = 0
-    start: int = 0
-
-    def first_needed(self, tokens: int) -> int:
-        """The oldest position (after the kept ones) that the token at position ``tokens`` can read."""
-        if self.page:
-            return 0 if tokens < self.start else tokens - tokens % self.page
-        return 0 if self.window is None else max(0, tokens - max(1, self.window - self.keep) + 1)
-
-    def first_kept(self, tokens: int) -> int:
-        """The oldest position (after the kept ones) that is still there when the next token's is ``tokens``.
-
-        What the last token has read is there in any case: a pass that breaks off leaves what a file would have.
-        """
-        return self.first_needed(max(0, tokens - (self.rewind if self.window is None else max(1, self.rewind))))
+from .retention import Retention
 
 
 class PageTable:

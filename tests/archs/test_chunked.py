@@ -26,8 +26,9 @@ from tinykv_plugin.journal import Journal
 from tinykv_plugin.manager import PluginManager
 from tinykv_plugin.masks import causal_array
 from tinykv_plugin.protocols import Replacement
+from tinykv_plugin.retention import Retention
 from tinykv_plugin.step import GroupStep
-from tinykv_plugin.table import PageTable, Retention
+from tinykv_plugin.table import PageTable
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 8, 5, 32], ids=lambda size: f"pages of {size}")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tinykv_plugin.allocator import PageAllocator
 from tinykv_plugin.errors import InvariantError
 from tinykv_plugin.journal import Journal
-from tinykv_plugin.table import PageTable, Retention
+from tinykv_plugin.retention import Retention
+from tinykv_plugin.table import PageTable
 
 
 def make(capacity: int = 8) -> tuple[PageAllocator, Journal]:

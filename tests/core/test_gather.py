@@ -17,8 +17,9 @@ from tinykv_plugin.gather import GatherBackend
 from tinykv_plugin.journal import Journal
 from tinykv_plugin.metadata import PagedKVMetadata, PagedMask
 from tinykv_plugin.pages import LayerPages, LayerSpec
+from tinykv_plugin.retention import Retention
 from tinykv_plugin.step import GroupStep
-from tinykv_plugin.table import PageTable, Retention
+from tinykv_plugin.table import PageTable
 
 HEADS, KV_HEADS, KEY_DIM, VALUE_DIM = 4, 2, 16, 8
 

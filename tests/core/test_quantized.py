@@ -179,13 +179,15 @@ def test_r48_rows_of_a_batch_get_what_they_get_alone(kind: str) -> None:
         assert kv.stats().pages_used == 0
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-def test_preempted_rows_get_what_they_get_alone(kind: str, bits: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "bits", "start"),
+    [("llama", 8, 0), ("llama", 4, 0), ("llama", 4, 26), ("gemma3_text", 8, 0), ("gemma3_text", 4, 0)],
+)
+def test_preempted_rows_get_what_they_get_alone(kind: str, bits: int, start: int) -> None:
     model = wide(kind)
     prompts = [prompt(length, seed) for seed, length in enumerate((17, 24, 30, 9))]
-    solo = [generated(model, tokens, 20, (bits, bits), 4) for tokens in prompts]
-    with tinykv.attach(model, page_size=4, max_pages=22, bits=bits):
+    solo = [generated(model, tokens, 20, (bits, bits), 4, start=start) for tokens in prompts]
+    with tinykv.attach(model, page_size=4, max_pages=22, bits=bits, quantized_start=start) as kv:
         generator = PagedBatchGenerator(model, max_tokens=20)
         ids = generator.insert(prompts)
         found: dict[int, list[int]] = {one: [] for one in ids}
@@ -194,6 +196,8 @@ def test_preempted_rows_get_what_they_get_alone(kind: str, bits: int) -> None:
                 found[response.uid].append(int(response.token))
         assert generator.counts.preempted > 0
         assert [found[one] for one in ids] == solo
+        del generator
+        kv.check()
 
 
 def test_forks_and_rewinds_into_a_page() -> None:

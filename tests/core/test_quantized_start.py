@@ -15,7 +15,6 @@ from models import batched, greedy, largest_difference, logits, make, prompt, sh
 from rounding import generated, open_pages, placed
 
 import tinykv_plugin as tinykv
-from tinykv_plugin.batching.generator import PagedBatchGenerator
 from tinykv_plugin.errors import ConfigError, OutOfPagesError
 
 NEXT = [3, 4]
@@ -110,23 +109,6 @@ def test_a_long_trim_finds_what_quantized_pages_hold(trimmed: int) -> None:
         close = largest_difference(logits(model, NEXT, cache), expected)
         kv.check()
         assert close < 0.2, "rounded to 8 bits, but right"
-
-
-def test_preempted_rows_get_what_they_get_alone() -> None:
-    model = wide("llama")
-    prompts = [prompt(length, seed) for seed, length in enumerate((17, 24, 30, 9))]
-    solo = [generated(model, tokens, 20, (4, 4), 4, start=26) for tokens in prompts]
-    with tinykv.attach(model, page_size=4, max_pages=22, bits=4, quantized_start=26) as kv:
-        generator = PagedBatchGenerator(model, max_tokens=20)
-        ids = generator.insert(prompts)
-        found: dict[int, list[int]] = {one: [] for one in ids}
-        while responses := generator.next_generated():
-            for response in responses:
-                found[response.uid].append(int(response.token))
-        assert generator.counts.preempted > 0
-        assert [found[one] for one in ids] == solo
-        del generator
-        kv.check()
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ from tinykv_plugin.gather import GatherBackend
 from tinykv_plugin.kv_format import Affine
 from tinykv_plugin.metadata import PagedKVMetadata, PagedMask
 from tinykv_plugin.protocols import AttentionRequest
+from tinykv_plugin.retention import Retention
 from tinykv_plugin.selftest.comparison import LONGEST, compare, samples_of
 from tinykv_plugin.selftest.outcomes import kind_of
 from tinykv_plugin.step import GroupStep
-from tinykv_plugin.table import PageTable, Retention
+from tinykv_plugin.table import PageTable
 
 DECODE = AttentionRequest(4, 2, 32, 32, mx.float32, 8, 1, "none", None, 0, False)
 DRAFTS = dataclasses.replace(DECODE, query_len=3, mask="causal")

@@ -16,8 +16,9 @@ from tinykv_plugin.kv_format import KVFormat
 from tinykv_plugin.metadata import PagedKVMetadata, PagedMask
 from tinykv_plugin.pages import LayerPages, LayerSpec
 from tinykv_plugin.pool import FULL_PRECISION
+from tinykv_plugin.retention import Retention
 from tinykv_plugin.step import GroupStep
-from tinykv_plugin.table import PageTable, Retention
+from tinykv_plugin.table import PageTable
 
 # Largest error allowed, see error(). Sums are formed in float32 whatever the dtype, so for the half types nothing is
 # left but the rounding of the output to 11 and 8 bits; float32 feels the order of up to 5,000 additions instead.

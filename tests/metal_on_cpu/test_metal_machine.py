@@ -20,8 +20,9 @@ from tinykv_plugin.gather import GatherBackend
 from tinykv_plugin.journal import Journal
 from tinykv_plugin.metadata import PagedKVMetadata
 from tinykv_plugin.pages import LayerPages, LayerSpec
+from tinykv_plugin.retention import Retention
 from tinykv_plugin.step import GroupStep
-from tinykv_plugin.table import PageTable, Retention
+from tinykv_plugin.table import PageTable
 
 PAGE, HEADS, DIM, PAGES = 4, 2, 32, 12
 SPEC = LayerSpec(HEADS, DIM, DIM, mx.float32, mx.float32)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import OutOfPagesError, RequestTooLargeError
+from ..retention import KEPT_TOKENS
 from ..sequence import PagedSequence
-from ..session import KEPT_TOKENS, PagedSession
+from ..session import PagedSession
 
 
 @dataclass(frozen=True)

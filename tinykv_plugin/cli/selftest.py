@@ -159,7 +159,8 @@ def _requests(config: KVCacheConfig, model: Path | None) -> list[AttentionReques
 def _requests_of_model(config: KVCacheConfig, model: Path) -> list[AttentionRequest]:
     from ..attachment import attach
     from ..chunks import without_chunk
-    from ..session import KEPT_TOKENS, PagedSession
+    from ..retention import KEPT_TOKENS
+    from ..session import PagedSession
     from .model_files import load_lazily
 
     found = []

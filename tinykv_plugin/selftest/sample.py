@@ -14,8 +14,9 @@ from ..journal import Journal
 from ..metadata import PagedKVMetadata, PagedMask
 from ..pages import LayerPages, LayerSpec
 from ..protocols import AttentionBackend, AttentionRequest, GatheringBackend
+from ..retention import Retention
 from ..step import GroupStep
-from ..table import PageTable, Retention
+from ..table import PageTable
 
 
 def usual_request(page_size: int) -> AttentionRequest:
