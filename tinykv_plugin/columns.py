@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -44,7 +45,7 @@ def positions(step: GroupStep, row: int) -> npt.NDArray[np.int64]:
 
 
 # Pages as runs (start, stop) of consecutive ids, or as an index array.
-Located = list[tuple[int, int]] | mx.array
+Located: TypeAlias = "list[tuple[int, int]] | mx.array"
 
 # What mx.as_strided takes: shape, strides, offset.
 Strided = tuple[tuple[int, ...], tuple[int, ...], int]
